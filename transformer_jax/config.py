@@ -1,0 +1,238 @@
+"""The configuration: frozen records, checked for types and ranges.
+
+A config file returns an `ml_collections.ConfigDict` made by `default_config()`, so every
+field can be overridden by a flag (`--config.model.width=512`) and a misspelt one is
+refused. `from_config_dict` turns it into the records below.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import ml_collections
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field and the remedy."""
+
+
+def _field(default: Any, **rule: Any) -> Any:
+    """A field with its check: `low` and `high` are inclusive, `choices` are legal."""
+    return dataclasses.field(default=default, metadata=rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """Checks every field against its type and its rule when the record is made."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.removesuffix("Config").lower()
+        for item in dataclasses.fields(self):
+            _check(f"{section}.{item.name}", getattr(self, item.name), item)
+
+
+def _check(name: str, value: Any, item: dataclasses.Field) -> None:
+    """Raises ConfigError if `value` has another type than the default or breaks a rule."""
+    wanted = type(item.default)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ConfigError(
+            f"{name} must be {wanted.__name__}, not {type(value).__name__} {value!r}"
+        )
+    if wanted is float and not math.isfinite(value):
+        raise ConfigError(f"{name} must be finite, not {value}")
+    low, high = item.metadata.get("low"), item.metadata.get("high")
+    if (low is not None and value < low) or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{name} must be {limits}, not {value}")
+    choices = item.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_Checked):
+    """An encoder-decoder Transformer (Vaswani et al. 2017) and its usual variations.
+
+    A vocabulary size of 0 means "as the vocabulary has"; `kv_heads` 0 means `heads`;
+    `head_width` 0 means `width // heads`.
+    """
+
+    source_vocab: int = _field(0, low=0)
+    target_vocab: int = _field(0, low=0)
+    encoder_layers: int = _field(3, low=1)
+    decoder_layers: int = _field(3, low=1)
+    width: int = _field(256, low=1)
+    heads: int = _field(4, low=1)
+    kv_heads: int = _field(0, low=0)
+    head_width: int = _field(0, low=0)
+    feed_forward: int = _field(1024, low=1)
+    activation: str = _field("relu", choices=("relu", "gelu", "swiglu"))
+    norm: str = _field("layer", choices=("layer", "rms"))
+    norm_position: str = _field("pre", choices=("pre", "post"))
+    positions: str = _field("sinusoidal", choices=("sinusoidal", "none"))
+    # Which embedding matrices are one: target input and output, or source as well.
+    tied_embeddings: str = _field("target", choices=("none", "target", "all"))
+    scale_embeddings: bool = True
+    dropout: float = _field(0.1, low=0.0, high=0.99)
+    attention_dropout: float = _field(0.0, low=0.0, high=0.99)
+    # What the backward pass recomputes: nothing, all but matrix products, a whole layer.
+    remat: str = _field("none", choices=("none", "dots", "full"))
+    scan_layers: bool = False
+    dtype: str = _field("float32", choices=("float32", "bfloat16"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.head_width and self.width % self.heads:
+            raise ConfigError(
+                f"model.width {self.width} is no multiple of model.heads {self.heads}: "
+                "change one, or set model.head_width"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads {self.heads} is no multiple of model.kv_heads "
+                f"{self.kv_heads}: change one"
+            )
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ConfigError(
+                f"model.width {self.width} is odd, but sinusoidal positions pair sines "
+                "with cosines: use an even width"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_Checked):
+    """Where examples come from and how they are batched.
+
+    `directory` is where data sets are prepared; empty means the user's cache folder.
+    """
+
+    source: str = "cmudict"
+    directory: str = ""
+    # Padded places a batch may hold, source and target each.
+    tokens_per_batch: int = _field(4096, low=1)
+    # Padded lengths: a pair goes to the first bucket that holds both its sides.
+    bucket_lengths: tuple = (8, 12, 16, 32)
+    seed: int = _field(0, low=0)
+    prefetch: int = _field(2, low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lengths = self.bucket_lengths
+        rising = all(a < b for a, b in zip(lengths, lengths[1:], strict=False))
+        if not lengths or not rising or not all(type(n) is int for n in lengths):
+            raise ConfigError(
+                f"data.bucket_lengths must be rising integers, not {lengths}"
+            )
+        if lengths[0] < 2 or lengths[-1] > self.tokens_per_batch:
+            raise ConfigError(
+                f"data.bucket_lengths {lengths} must lie between 2 and "
+                f"data.tokens_per_batch {self.tokens_per_batch}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(_Checked):
+    """Optimisation, logging, evaluation and checkpoints; all counts are in steps."""
+
+    objective: str = "autoregressive"
+    steps: int = _field(1000, low=1)
+    seed: int = _field(0, low=0)
+    optimizer: str = _field("adamw", choices=("adamw", "sgd"))
+    learning_rate: float = _field(1e-3, low=0.0)
+    schedule: str = _field("rsqrt", choices=("rsqrt", "cosine", "constant"))
+    warmup: int = _field(100, low=0)
+    beta1: float = _field(0.9, low=0.0, high=1.0)
+    beta2: float = _field(0.98, low=0.0, high=1.0)
+    weight_decay: float = _field(0.0, low=0.0)
+    momentum: float = _field(0.9, low=0.0, high=1.0)
+    # Largest global norm of the gradient; 0 means no clipping.
+    clip: float = _field(1.0, low=0.0)
+    label_smoothing: float = _field(0.1, low=0.0, high=0.99)
+    # Micro-batches a step is cut into; sums are divided once.
+    accumulation: int = _field(1, low=1)
+    log_every: int = _field(50, low=1)
+    evaluate_every: int = _field(500, low=1)
+    save_every: int = _field(500, low=1)
+    keep_latest: int = _field(2, low=1)
+    # Keep every k-th step for good; 0 means none.
+    keep_every: int = _field(0, low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig(_Checked):
+    """How a trained model turns sources into outputs."""
+
+    strategy: str = "greedy"
+    # Longest output, END counted.
+    max_length: int = _field(32, low=1)
+    # Longest source; a longer one is refused as INVALID.
+    max_source_length: int = _field(32, low=1)
+    rows: int = _field(256, low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig(_Checked):
+    """The device mesh: sizes of its axes; -1 takes the devices that are left."""
+
+    data: int = _field(-1, low=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All of a run's settings."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+
+SECTIONS = {item.name: item.default_factory for item in dataclasses.fields(Config)}
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Returns every setting at its default, to be changed by a config file."""
+    return ml_collections.ConfigDict(to_dict(Config()))
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the settings as plain nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_config_dict(settings: Any) -> Config:
+    """Builds the checked records from nested mappings of settings.
+
+    Missing fields take their defaults, so a working directory written by an older
+    version still opens.
+
+    Args:
+        settings: `ConfigDict` or dictionary, section -> field -> value.
+
+    Raises:
+        ConfigError: a section or field is unknown, or a value has the wrong type or
+            lies outside its range.
+    """
+    sections = {}
+    for name, values in dict(settings).items():
+        if name not in SECTIONS:
+            raise ConfigError(
+                f"unknown section {name!r}: the sections are {', '.join(SECTIONS)}"
+            )
+        known = {item.name for item in dataclasses.fields(SECTIONS[name])}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(
+                f"unknown field {name}.{unknown[0]}: {name} has "
+                f"{', '.join(sorted(known))}"
+            )
+        fields = {key: _plain(value) for key, value in values.items()}
+        sections[name] = SECTIONS[name](**fields)
+    return Config(**sections)
+
+
+def _plain(value: Any) -> Any:
+    """JSON and ConfigDict give lists; the frozen records hold tuples."""
+    return tuple(value) if isinstance(value, list | tuple) else value

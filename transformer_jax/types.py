@@ -1,0 +1,47 @@
+"""Words that every module shares: axis letters, the batch, logical axis names.
+
+Axis letters, in shapes and in einsum strings:
+
+    B  batch (examples)          N  query heads          D  model width
+    T  query or target length    K  key/value heads      F  feed-forward width
+    S  key or source length      H  head width           V  vocabulary
+    L  layers                    M  decoded rows (B times beam)
+"""
+
+from typing import Any, NamedTuple
+
+# A pytree of arrays, such as parameters or a decoding cache.
+PyTree = Any
+
+# Logical axis names: what a parameter's or an activation's axis means. One rules table
+# in `sharding.py` maps them to mesh axes.
+BATCH = "batch"
+LENGTH = "length"
+EMBED = "embed"
+HEADS = "heads"
+HEAD = "head"
+MLP = "mlp"
+VOCAB = "vocab"
+LAYERS = "layers"
+LOGICAL_AXES = (BATCH, LENGTH, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS)
+
+
+class Batch(NamedTuple):
+    """One batch of padded pairs; padding stands on the right.
+
+    Attributes:
+        source: int32 `[B, S]`, source ids, PAD from `source_lengths` on.
+        source_lengths: int32 `[B]`, at least 1 in rows of weight 1, else 0.
+        target: int32 `[B, T]`, target ids without BOS and END, PAD from
+            `target_lengths` on. T counts the place of END: `target_lengths` < T.
+        target_lengths: int32 `[B]`, symbols of the target without END.
+        weight: float32 `[B]`, 1 for an example, 0 for a filler row.
+        index: int32 `[B]`, number of the example in its split, -1 in a filler row.
+    """
+
+    source: Any
+    source_lengths: Any
+    target: Any
+    target_lengths: Any
+    weight: Any
+    index: Any
