@@ -1,11 +1,12 @@
 """The configuration: frozen records, checked for types and ranges.
 
-A config file returns an `ml_collections.ConfigDict` made by `default_config()`, so every
-field can be overridden by a flag (`--config.model.width=512`) and a misspelt one is
-refused. `from_config_dict` turns it into the records below.
+A config file returns an `ml_collections.ConfigDict` made by `default_config()`, so
+every field can be overridden by a flag (`--config.model.width=512`) and a misspelt one
+is refused. `from_config_dict` turns it into the records below.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -32,7 +33,7 @@ class _Checked:
 
 
 def _check(name: str, value: Any, item: dataclasses.Field) -> None:
-    """Raises ConfigError if `value` has another type than the default or breaks a rule."""
+    """Raises ConfigError unless `value` has the default's type and keeps the rule."""
     wanted = type(item.default)
     if wanted is float and type(value) is int:
         value = float(value)
@@ -77,7 +78,7 @@ class ModelConfig(_Checked):
     scale_embeddings: bool = True
     dropout: float = _field(0.1, low=0.0, high=0.99)
     attention_dropout: float = _field(0.0, low=0.0, high=0.99)
-    # What the backward pass recomputes: nothing, all but matrix products, a whole layer.
+    # What the backward pass recomputes: nothing, all but matrix products, all.
     remat: str = _field("none", choices=("none", "dots", "full"))
     scan_layers: bool = False
     dtype: str = _field("float32", choices=("float32", "bfloat16"))
@@ -120,7 +121,7 @@ class DataConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = self.bucket_lengths
-        rising = all(a < b for a, b in zip(lengths, lengths[1:], strict=False))
+        rising = all(a < b for a, b in itertools.pairwise(lengths))
         if not lengths or not rising or not all(type(n) is int for n in lengths):
             raise ConfigError(
                 f"data.bucket_lengths must be rising integers, not {lengths}"
