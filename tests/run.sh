@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up and runs everything that is checked: lint, format, and all tests.
+#
+#   bash tests/run.sh [--slow] [arguments of pytest]
+#
+# --slow adds the tests of minutes and the big downloads. PYTHON names the Python to use.
+set -euo pipefail
+CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+. launch/setup.sh
+setup test
+
+.venv/bin/ruff check --quiet .
+.venv/bin/ruff format --check --quiet .
+exec .venv/bin/python -m pytest "$@"
