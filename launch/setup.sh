@@ -26,25 +26,19 @@ PYTHON
 
 # Sets `python` to a usable interpreter and `version` to its version, or exits 2.
 find_python() {
-    local candidate code old="" bare=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+    local candidate code found="" candidates=(python3 python3.13 python3.12 python3.11)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
         code=0
         version=$(probe "$candidate") || code=$?
         case $code in
             0) python=$candidate && return ;;
-            3) old+=" $candidate is $version;" ;;
-            4) bare=$candidate ;;
-            *) [ -z "${PYTHON:-}" ] || say "PYTHON=$PYTHON does not run." ;;
+            3) found+=" $candidate is $version." ;;
+            4) found+=" $candidate lacks venv or ensurepip (Debian: apt install python3-venv)." ;;
         esac
-        [ -z "${PYTHON:-}" ] || break
     done
-    if [ -n "$bare" ]; then
-        say "$bare cannot make an environment: its modules venv or ensurepip are missing." \
-            "On Debian and Ubuntu: apt install python3-venv"
-    else
-        say "Python 3.11 or newer is needed, and none was found.${old:+ Too old:${old%;}.}" \
-            "Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
-    fi
+    say "Python 3.11 or newer is needed:${found:- ${candidates[*]} did not run.}" \
+        "Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
     exit 2
 }
 
@@ -52,25 +46,30 @@ find_python() {
 # environment does not survive being moved.
 state() { cat pyproject.toml <(pwd -P) | cksum; }
 
-installed() {
-    [ ! -e .venv/unfinished ] || return 1
-    [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$(state)" ] || return 1
-    probe .venv/bin/python >/dev/null || return 1
-    # An interpreter asked for by name must be the one that is there.
-    [ -z "${PYTHON:-}" ] || [ "$(probe .venv/bin/python)" = "$(probe "$PYTHON")" ]
+# Whether .venv runs, with the interpreter that PYTHON asks for by name, if it does.
+runs() {
+    local found
+    found=$(probe .venv/bin/python) || return 1
+    [ -z "${PYTHON:-}" ] || [ "$found" = "$(probe "$PYTHON")" ]
 }
 
-# Whether .venv can be kept: it runs, with the wanted Python and a pip, lies where it
-# was made, and no installation into it was cut short.
-sound() {
+installed() {
     [ ! -e .venv/unfinished ] &&
-        [ "$(probe .venv/bin/python)" = "$version" ] &&
+        [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$(state)" ] && runs
+}
+
+# Whether .venv can be kept: it has a pip, lies where it was made, and no installation
+# into it was cut short.
+sound() {
+    [ ! -e .venv/unfinished ] && runs &&
         grep -qF "$(pwd -P)/.venv" .venv/bin/activate &&
         .venv/bin/python -m pip --version >/dev/null 2>&1
 }
 
 install() {
-    if [ -e .venv ] && ! sound; then
+    if sound; then
+        version=$(probe .venv/bin/python)
+    elif [ -e .venv ]; then
         say "Making .venv anew: it is unfinished, broken, moved or of another Python."
         rm -rf .venv
     fi
