@@ -21,8 +21,14 @@ LEVELS = (
     ),
     ("layers", "frontends", "encoder", "decoder", "models"),
     ("objectives",),
-    ("data", "metrics", "sharding", "optimizers", "checkpoints", "visualize"),
-    ("training", "inference", "commands", "benchmarks", "__main__"),
+    (
+        *("data", "metrics", "sharding", "optimizers"),
+        *("run_directory", "progress", "checkpoint_store", "checkpoints", "visualize"),
+    ),
+    (
+        *("runs", "training", "trainer", "inference"),
+        *("commands", "benchmarks", "__main__"),
+    ),
 )
 RANK = {name: rank for rank, name in enumerate(sum(LEVELS, ()))}
 MATHS = LEVELS[1]
