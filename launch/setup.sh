@@ -82,7 +82,7 @@ install() {
                 --editable ".[$1]"
     } >&2 </dev/null; then
         say "The installation failed, see above. It needs the network (or a filled pip" \
-            "cache) and 2 GB of disk; another Python: PYTHON=python3.12 bash $0"
+            "cache) and 2 GB of free disk; another Python: PYTHON=python3.12 bash $0"
         exit 1
     fi
     state >".venv/installed-$1"
