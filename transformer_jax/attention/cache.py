@@ -1,0 +1,165 @@
+"""Decoding with dense attention: keys and values of earlier positions are kept."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array
+
+from transformer_jax.attention.dense import dot_product_attention
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("key", "value", "position"),
+    meta_fields=("pattern",),
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values so far; every leaf begins with B, so rows reorder by one gather.
+
+    Attributes:
+        key: `[B, max_length, K, H]`, zero from `position` on.
+        value: `[B, max_length, K, V]`, likewise.
+        position: int32 `[B]`, how many positions the row holds: the next one's index.
+        pattern: static pattern or None; part of the tree's structure.
+    """
+
+    key: Any
+    value: Any
+    position: Any
+    pattern: Any = None
+
+
+def init_cache(
+    batch: int,
+    max_length: int,
+    *,
+    kv_heads: int,
+    head_width: int,
+    dtype: DTypeLike,
+    pattern: Any = None,
+    value_width: int | None = None,
+) -> Cache:
+    """Returns an empty cache for `step`.
+
+    Args:
+        batch: rows B.
+        max_length: positions that a row can hold.
+        kv_heads: key/value heads K.
+        head_width: width H of a key, and of a value unless `value_width` is given.
+        dtype: floating dtype of keys and values.
+        pattern: static, hashable pattern that is ANDed with causality.
+        value_width: width V of a value.
+
+    Raises:
+        TypeError: `dtype` is not floating, or `pattern` no pattern.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
+    if pattern is not None and not callable(getattr(pattern, "dense", None)):
+        raise TypeError(
+            "pattern must be an attention pattern with a method dense(), not "
+            f"{type(pattern).__name__}"
+        )
+    shape = (batch, max_length, kv_heads)
+    return Cache(
+        key=jnp.zeros((*shape, head_width), dtype),
+        value=jnp.zeros((*shape, value_width or head_width), dtype),
+        position=jnp.zeros(batch, jnp.int32),
+        pattern=pattern,
+    )
+
+
+def step(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: Cache,
+    *,
+    bias: Any = None,
+    scale: ArrayLike | None = None,
+) -> tuple[Array, Cache]:
+    """Appends one position to each row and attends to all that the row holds.
+
+    Equals row `cache.position` of causal `dot_product_attention` over the whole
+    sequence. Rows may stand at different positions.
+
+    Args:
+        query: `[B, 1, N, H]`.
+        key: `[B, 1, K, H]`, in the cache's dtype.
+        value: `[B, 1, K, V]`.
+        cache: what `init_cache` or the last step returned.
+        bias: array that broadcasts to `[B, N, 1, max_length]`, or a callable as in
+            `dot_product_attention`.
+        scale: as in `dot_product_attention`.
+
+    Returns:
+        `[B, 1, N, V]` and the new cache. A row whose position was >= max_length has
+        nowhere to write: its output is NaN, and only its.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit the cache, by name.
+
+    Cost: 2 B N max_length (H + V) FLOPs; one pass over the cache.
+    """
+    query, key, value = map(jnp.asarray, (query, key, value))
+    _check_step(query, key, value, cache)
+    position = cache.position
+    keys, values = (
+        _write(cache.key, key, position),
+        _write(cache.value, value, position),
+    )
+    slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    mask = (slots[None, :] <= position[:, None])[:, None, None, :]
+    if cache.pattern is not None:
+        mask = mask & _pattern_rows(cache, query.shape[2])
+    if callable(bias):
+        bias = _bias_rows(bias, position, slots[None, :])
+    output = dot_product_attention(query, keys, values, bias, mask, scale=scale)
+    inside = (position < keys.shape[1])[:, None, None, None]
+    output = jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype))
+    return output, Cache(keys, values, position + 1, cache.pattern)
+
+
+def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
+    """Raises unless one position a row comes in, as the cache was made for."""
+    if query.ndim != 4 or query.shape[1] != 1:
+        raise ValueError(
+            f"a step takes one query a row, [B, 1, N, H], not {query.shape}"
+        )
+    for name, new, kept in (("key", key, cache.key), ("value", value, cache.value)):
+        wanted = (kept.shape[0], 1, *kept.shape[2:])
+        if new.shape != wanted:
+            raise ValueError(
+                f"{name} must be {wanted} to enter a cache of {kept.shape}, "
+                f"not {new.shape}"
+            )
+        if new.dtype != kept.dtype:
+            raise TypeError(f"the cache holds {kept.dtype}, but {name} is {new.dtype}")
+
+
+@jax.vmap
+def _write(slots: Array, new: Array, position: Array) -> Array:
+    """Sets each row's slot; past the end nothing is written.
+
+    A scatter costs half of a select over all slots on a CPU, and is done in place.
+    """
+    return slots.at[position].set(new[0], mode="drop")
+
+
+def _pattern_rows(cache: Cache, heads: int) -> Array:
+    """Each row's row of the pattern, `[B, 1 or N, 1, max_length]`."""
+    length = cache.key.shape[1]
+    edges = jnp.asarray(cache.pattern.dense(length, length, num_heads=heads))
+    edges = edges.reshape(-1, length, length)
+    rows = jnp.take(edges, cache.position, axis=1, mode="clip")
+    return rows.transpose(1, 0, 2)[:, :, None, :]
+
+
+def _bias_rows(bias: Any, position: Array, slots: Array) -> Array:
+    """The callable at each row's own position, `[B, N, 1, max_length]`."""
+    return jax.vmap(lambda row: bias(row.reshape(1, 1), slots))(position)
