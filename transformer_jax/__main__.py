@@ -1,0 +1,88 @@
+"""The command line: `transformer-jax COMMAND`, or `python -m transformer_jax`."""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from transformer_jax.commands import COMMANDS
+
+DONE, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 75
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    0 done; 1 failed later; 2 wrong flags, config or paths, found before work starts; 75
+    told to stop, saved: start it again.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    command = arguments[0] if arguments else "--help"
+    if command in ("--help", "-h", "help"):
+        print(_usage())
+        return DONE if arguments else REFUSED
+    if command not in COMMANDS:
+        return _complain(f"unknown command {command!r}\n{_usage()}", REFUSED)
+    if {"--help", "-h", "-help"} & set(arguments):
+        print(_module(command).__doc__.strip())
+        return DONE
+    with _standard_output() as output:
+        return _run(command, arguments[1:], output)
+
+
+def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
+    """Run a command and turn what it raises into one line and an exit code."""
+    # Late: importing jax takes a second, and a wrong command should not wait for it.
+    from transformer_jax.checkpoints import CheckpointError
+    from transformer_jax.commands.flags import parse
+    from transformer_jax.config import ConfigError
+    from transformer_jax.data import InvalidText
+    from transformer_jax.trainer import NonFiniteLossError, PreemptedError
+
+    module = _module(command)
+    try:
+        values = parse(command, arguments, module.define_flags)
+        if "output" in inspect.signature(module.run).parameters:
+            module.run(values, output)
+        else:
+            print(json.dumps(module.run(values)), file=output, flush=True)
+    except ConfigError as error:
+        return _complain(f"{command}: {error}", REFUSED)
+    except PreemptedError as error:
+        return _complain(f"{command}: {error}", PREEMPTED)
+    except (CheckpointError, NonFiniteLossError, InvalidText, OSError) as error:
+        return _complain(f"{command}: {error}", FAILED)
+    except KeyboardInterrupt:
+        return _complain(f"{command}: interrupted", 130)
+    return DONE
+
+
+def _module(command: str) -> object:
+    return importlib.import_module(f"transformer_jax.commands.{command}")
+
+
+def _standard_output() -> IO[str]:
+    """Return standard output; what libraries print goes to standard error from now."""
+    sys.stdout.flush()
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
+    os.dup2(2, 1)
+    return output
+
+
+def _usage() -> str:
+    return (
+        f"usage: transformer-jax COMMAND --flags\ncommands: {', '.join(COMMANDS)}\n"
+        "transformer-jax COMMAND --help explains one"
+    )
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"transformer-jax {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

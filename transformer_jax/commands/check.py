@@ -1,0 +1,134 @@
+"""transformer-jax check: what is wrong with this machine or a run, and how to mend it.
+
+  transformer-jax check [--workdir=runs/cmudict]
+
+Prints one line for each thing looked at, then one JSON line; exit code 1 if anything is
+wrong. Python, packages, devices, data and, if named, the working directory.
+"""
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from transformer_jax.checkpoints import CheckpointError
+from transformer_jax.config import ConfigError
+from transformer_jax.data import SOURCES, data_directory
+from transformer_jax.inference import load_decoder
+from transformer_jax.run_directory import require_writable
+from transformer_jax.runs import Run, open_run
+
+OLDEST_PYTHON = (3, 11)
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorflow-datasets",
+    "array_record",
+    "absl-py",
+    "ml_collections",
+    "numpy",
+)
+LITTLE_SPACE = 2**30
+
+
+class Finding(NamedTuple):
+    """One thing looked at: what was found and, if it is wrong, how to mend it."""
+
+    subject: str
+    found: str
+    remedy: str = ""
+
+
+def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Define --workdir."""
+    del argv
+    flags.DEFINE_string(
+        "workdir", None, "A working directory to look at.", flag_values=values
+    )
+
+
+def run(values: flags.FlagValues) -> dict[str, Any]:
+    """Look at everything; raises CheckError at the end if something is wrong."""
+    looks = [_python, _packages, _devices, _data]
+    if values.workdir:
+        looks.append(lambda: _workdir(values.workdir))
+    wrong = []
+    for look in looks:
+        for finding in _guarded(look):
+            mark = "WRONG" if finding.remedy else "ok"
+            remedy = f": {finding.remedy}" if finding.remedy else ""
+            line = f"{mark:5}  {finding.subject}  {finding.found}{remedy}"
+            print(line, file=sys.stderr)
+            wrong += [finding.subject] if finding.remedy else []
+    return {"ok": not wrong, "wrong": wrong}
+
+
+def _guarded(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """One broken thing must not hide the others."""
+    try:
+        yield from look()
+    except (ConfigError, CheckpointError, RuntimeError, OSError) as error:
+        subject = (
+            getattr(look, "__name__", "workdir")
+            .strip("_<>")
+            .replace("lambda", "workdir")
+        )
+        yield Finding(subject, "cannot be used", " ".join(str(error).split()))
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    old = sys.version_info < OLDEST_PYTHON
+    yield Finding("python", version, "install Python 3.11 or newer" if old else "")
+
+
+def _packages() -> Iterator[Finding]:
+    for name in PACKAGES:
+        try:
+            yield Finding(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "is missing", f"pip install {name}")
+
+
+def _devices() -> Iterator[Finding]:
+    devices = jax.devices()
+    total = float(jnp.arange(8.0).sum())
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    broken = "" if total == 28 else f"it adds 0..7 up to {total}: mend its driver"
+    yield Finding("devices", f"{len(devices)} {devices[0].platform} ({kinds})", broken)
+
+
+def _data() -> Iterator[Finding]:
+    directory = data_directory("")
+    require_writable(directory)
+    free = shutil.disk_usage(directory).free
+    little = "free some space" if free < LITTLE_SPACE else ""
+    yield Finding("data directory", f"{directory}, {free / 2**30:.1f} GiB free", little)
+    for name, source in SOURCES.items():
+        count = len(source.examples(str(directory), "test"))
+        yield Finding(f"data {name}", f"{count:,} test examples")
+
+
+def _workdir(workdir: str) -> Iterator[Finding]:
+    opened: Run = open_run(workdir)
+    model = opened.config.model
+    yield Finding(
+        "configuration",
+        f"{opened.config.train.objective} on {opened.config.data.source}, width "
+        f"{model.width}, {model.encoder_layers}+{model.decoder_layers} layers",
+    )
+    sizes = f"{model.source_vocab} source and {model.target_vocab} target symbols"
+    yield Finding("vocabulary", sizes)
+    require_writable(workdir)
+    steps = opened.checkpoints(read_only=True).steps()
+    yield Finding("checkpoints", f"steps {steps}")
+    decoder = load_decoder(opened, step=None)
+    yield Finding("newest readable checkpoint", f"step {decoder.step}")

@@ -1,0 +1,115 @@
+"""transformer-jax decode: one output line for every input line, in order.
+
+  transformer-jax decode --workdir=runs/cmudict [--input=words.txt]
+      [--checkpoint=best|latest|STEP] [--config.decode.max_length=40 ...]
+
+Reads --input or standard input, split at newlines, a final carriage return dropped. A
+line that fails is an empty line; `line 17: STATUS reason` goes to standard error, where
+a JSON summary comes last.
+"""
+
+import json
+import pathlib
+import queue
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+from absl import flags
+
+from transformer_jax.commands.flags import (
+    define_checkpoint,
+    define_saved_config,
+    read_checkpoint,
+    read_settings,
+)
+from transformer_jax.config import ConfigError
+from transformer_jax.decoding import Status
+from transformer_jax.inference import Decoder, Output, load_decoder
+from transformer_jax.runs import open_run
+
+# Lines decoded together at most; enough to fill batches of every length.
+LINES = 4096
+
+
+def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Define --workdir, --config.*, --checkpoint and --input."""
+    define_saved_config(values, argv)
+    define_checkpoint(values)
+    flags.DEFINE_string(
+        "input", None, "File to decode; standard input without it.", flag_values=values
+    )
+
+
+def run(values: flags.FlagValues, output: IO[str]) -> None:
+    """Decode lines to `output`."""
+    with _opened(values.input) as source:
+        opened = open_run(values.workdir, read_settings(values))
+        decoder = load_decoder(opened, step=read_checkpoint(values))
+        counts = _decode_lines(decoder, source, output)
+    summary = {
+        "lines": sum(counts.values()),
+        **{status.name.lower(): counts[status] for status in Status if counts[status]},
+        "step": decoder.step,
+    }
+    print(json.dumps(summary), file=sys.stderr)
+
+
+def _opened(path: str | None) -> IO[bytes]:
+    if path is None:
+        return sys.stdin.buffer
+    try:
+        return pathlib.Path(path).open("rb")
+    except OSError as error:
+        raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from error
+
+
+def _decode_lines(
+    decoder: Decoder, source: IO[bytes], output: IO[str]
+) -> Counter[Status]:
+    counts: Counter[Status] = Counter()
+    for lines in _available(source):
+        texts = [line.decode("utf-8", errors="replace") for line in lines]
+        for line, result in zip(lines, decoder.decode(texts), strict=True):
+            result = _checked(line, result)
+            counts[result.status] += 1
+            if result.status != Status.OK:
+                place = f"line {sum(counts.values())}"
+                print(f"{place}: {result.status.name} {result.reason}", file=sys.stderr)
+            output.write(result.text + "\n")
+        output.flush()
+    return counts
+
+
+def _checked(line: bytes, result: Output) -> Output:
+    """A line that is no UTF-8 is INVALID for that reason, not for what replaced it."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"no UTF-8 at byte {error.start + 1}"
+        return Output("", Status.INVALID, reason, result.score)
+    return result
+
+
+def _available(source: IO[bytes]) -> Iterator[list[bytes]]:
+    """Yield all lines that have come, up to LINES: a pipe is answered as it speaks."""
+    waiting: queue.Queue[bytes | None] = queue.Queue(4 * LINES)
+
+    def read() -> None:
+        for line in source:
+            waiting.put(line)
+        waiting.put(None)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    more = True
+    while more:
+        lines = [waiting.get()]
+        while lines[-1] is not None and len(lines) < LINES and not waiting.empty():
+            lines.append(waiting.get())
+        if lines[-1] is None:
+            more = False
+            lines.pop()
+        if lines:
+            yield [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]

@@ -1,0 +1,86 @@
+"""transformer-jax evaluate: decode a split and compare it with its references.
+
+  transformer-jax evaluate --workdir=runs/cmudict [--split=test] [--samples=12]
+      [--checkpoint=best|latest|STEP] [--config.decode.rows=64 ...]
+
+Prints one JSON line: wer and per in percent, over every example of the split once.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from transformer_jax.commands.flags import (
+    define_checkpoint,
+    define_saved_config,
+    read_checkpoint,
+    read_settings,
+)
+from transformer_jax.data import Example, data_directory
+from transformer_jax.inference import Output, load_decoder
+from transformer_jax.metrics import ErrorRates
+from transformer_jax.runs import open_run
+
+SPLITS = ("train", "validation", "test")
+CHUNK = 4096
+
+
+def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Define --workdir, --config.*, --checkpoint, --split and --samples."""
+    define_saved_config(values, argv)
+    define_checkpoint(values)
+    flags.DEFINE_enum(
+        "split", "test", SPLITS, "Which split of the data.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "samples",
+        0,
+        "Show this many decoded examples, spread over the split.",
+        lower_bound=0,
+        flag_values=values,
+    )
+
+
+def run(values: flags.FlagValues) -> dict[str, Any]:
+    """Evaluate; return the metrics."""
+    opened = open_run(values.workdir, read_settings(values))
+    decoder = load_decoder(opened, step=read_checkpoint(values))
+    directory = data_directory(opened.config.data.directory)
+    examples = opened.source.examples(str(directory), values.split)
+    began = time.perf_counter()
+    outputs: list[Output] = []
+    for start in range(0, len(examples), CHUNK):
+        part = examples[start : start + CHUNK]
+        outputs += decoder.decode([example.source for example in part])
+        print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - began
+    rates = ErrorRates()
+    for example, output in zip(examples, outputs, strict=True):
+        rates.add(output.text.split(), [text.split() for text in example.references])
+    if values.samples:
+        _show(examples, outputs, values.samples)
+    return {
+        **rates.result(),
+        "split": values.split,
+        "step": decoder.step,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _show(examples: Sequence[Example], outputs: Sequence[Output], samples: int) -> None:
+    """Print a table of sources, references and predictions."""
+    step = max(1, len(examples) // samples)
+    rows = [("", "source", "reference", "prediction")]
+    for number in range(0, len(examples), step)[:samples]:
+        example, output = examples[number], outputs[number]
+        right = output.text in example.references
+        # The nearest reference stands for all of them.
+        reference = output.text if right else example.references[0]
+        rows.append(("" if right else "x", example.source, reference, output.text))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip(), file=sys.stderr)

@@ -1,0 +1,50 @@
+"""transformer-jax train: train a model, or go on with the one in --workdir.
+
+  transformer-jax train --config=configs/cmudict.py --workdir=runs/cmudict
+      [--config.train.steps=2000 ...] [--allow_config_change=train.steps,...]
+
+Prints one JSON line: step, loss, best_step. Exit code 75 says that it was told to stop
+and has saved: start it again and it goes on where it was.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from transformer_jax.commands.flags import define_workdir, read_settings
+from transformer_jax.config import ConfigError
+from transformer_jax.runs import create_run
+from transformer_jax.trainer import StopSignal, Trainer
+
+
+def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Define --config, --workdir and --allow_config_change."""
+    define_workdir(values)
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "File whose get_config() returns the settings; --config.a.b=v overrides one.",
+        flag_values=values,
+        sys_argv=list(argv),
+    )
+    flags.DEFINE_list(
+        "allow_config_change",
+        [],
+        "Settings, or sections, that may differ from the run in --workdir.",
+        flag_values=values,
+    )
+
+
+def run(values: flags.FlagValues) -> dict[str, Any]:
+    """Train; return step, loss and best_step."""
+    if values.config is None:
+        raise ConfigError("--config is missing: name a file such as configs/cmudict.py")
+    with StopSignal() as stop:
+        prepared = create_run(
+            read_settings(values),
+            values.workdir,
+            allowed_changes=values.allow_config_change,
+        )
+        return Trainer(prepared, stop).train()

@@ -1,0 +1,135 @@
+"""The decoder: masked self-attention, then cross-attention to the encoder's memory."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.attention import ATTENTION
+from transformer_jax.layers import Block, Dropout, Stack, make_norm
+from transformer_jax.types import PyTree
+
+
+class DecoderBlock(Block):
+    """Masked self-attention, cross-attention, feed-forward, each with Add & Norm."""
+
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 2, "project": 0, "step": 1}
+
+    def setup(self) -> None:
+        self.self_attention = self.make_attention()
+        self.cross_attention = self.make_attention()
+        self.feed_forward = self.make_feed_forward()
+        self.norms = [self.make_norm() for _ in range(3)]
+        self.residual_dropout = Dropout(self.dropout)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        scanned: None,
+        memory: jax.Array,
+        memory_lengths: jax.Array,
+    ) -> tuple[jax.Array, None]:
+        """Map target states `[B, T, D]` to the same; row t reads rows up to t."""
+
+        def attend_self(y: jax.Array) -> jax.Array:
+            key_value = self.self_attention.project(y)
+            return self.self_attention(y, key_value, is_causal=True)
+
+        x = self.add_and_norm(x, attend_self, self.norms[0])
+        projected = self.cross_attention.project(memory)
+        return self._read_memory(x, projected, memory_lengths), scanned
+
+    def project(self, memory: jax.Array, scanned: None) -> tuple[jax.Array, PyTree]:
+        """Project the memory once a source, for `step`."""
+        return memory, self.cross_attention.project(memory)
+
+    def step(
+        self, x: jax.Array, scanned: PyTree, memory_lengths: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Map one new place `[M, 1, D]`; `scanned` is (cache, projected memory)."""
+        cache, projected = scanned
+
+        def attend_self(y: jax.Array) -> jax.Array:
+            nonlocal cache
+            attended, cache = self.self_attention.step(y, cache)
+            return attended
+
+        x = self.add_and_norm(x, attend_self, self.norms[0])
+        # The rows of one source (its beam) read its memory as several queries do.
+        sources = memory_lengths.shape[0]
+        x = x.reshape(sources, -1, x.shape[-1])
+        x = self._read_memory(x, projected, memory_lengths)
+        return x.reshape(-1, 1, x.shape[-1]), cache
+
+    def _read_memory(
+        self, x: jax.Array, projected: PyTree, memory_lengths: jax.Array
+    ) -> jax.Array:
+        def attend_memory(y: jax.Array) -> jax.Array:
+            return self.cross_attention(
+                y, projected, key_value_seq_lengths=memory_lengths
+            )
+
+        x = self.add_and_norm(x, attend_memory, self.norms[1])
+        return self.add_and_norm(x, self.feed_forward, self.norms[2])
+
+
+class Decoder(nn.Module):
+    """A stack of decoder blocks, with a last norm where norms come first."""
+
+    block_fields: Mapping[str, Any]
+    layers: int
+    scan: bool
+    remat: str
+
+    def setup(self) -> None:
+        fields = self.block_fields
+        self.stack = Stack(DecoderBlock, fields, self.layers, self.scan, self.remat)
+        if fields["norm_position"] == "pre":
+            self.last_norm = make_norm(fields["norm"], fields["dtype"])
+
+    def __call__(
+        self, x: jax.Array, memory: jax.Array, memory_lengths: jax.Array
+    ) -> jax.Array:
+        """Map target features `[B, T, D]` to states `[B, T, D]`, causally."""
+        x, _ = self.stack.run("__call__", x, None, memory, memory_lengths)
+        return self._normed(x)
+
+    def project(self, memory: jax.Array) -> PyTree:
+        """Return every layer's keys and values of the memory `[B, S, D]`."""
+        return self.stack.run("project", memory, None)[1]
+
+    def step(
+        self, x: jax.Array, caches: PyTree, projected: PyTree, memory_lengths: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Map the features of one new place `[M, 1, D]` to its states."""
+        if self.scan:
+            scanned = (caches, projected)
+        else:
+            scanned = tuple(zip(caches, projected, strict=True))
+        x, caches = self.stack.run("step", x, scanned, memory_lengths)
+        return self._normed(x), caches
+
+    def init_cache(self, batch: int, max_length: int) -> PyTree:
+        """Return empty self-attention caches, leaves `[batch, ...]`.
+
+        Unrolled: a tuple, one a layer; scanned: one cache whose leaves hold the layers
+        on axis 1. Needs no parameters.
+        """
+        fields = self.block_fields
+        cache = ATTENTION["dot_product"].init_cache(
+            batch,
+            max_length,
+            kv_heads=fields["kv_heads"],
+            head_width=fields["head_width"],
+            dtype=fields["dtype"],
+        )
+        if not self.scan:
+            return (cache,) * self.layers
+        return jax.tree.map(
+            lambda leaf: jnp.repeat(leaf[:, None], self.layers, axis=1), cache
+        )
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        return self.last_norm(x) if self.block_fields["norm_position"] == "pre" else x

@@ -1,0 +1,150 @@
+"""Whole models, built from a `ModelConfig`."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.decoder import Decoder
+from transformer_jax.encoder import Encoder
+from transformer_jax.frontends import TokenFrontend
+from transformer_jax.layers import make_projection
+from transformer_jax.types import EMBED, VOCAB, PyTree
+
+
+class Memory(NamedTuple):
+    """What a decoder reads of a source.
+
+    Attributes:
+        projected: every decoder layer's keys and values `[B, S, K, H]`.
+        lengths: int32 `[B]`.
+    """
+
+    projected: PyTree
+    lengths: jax.Array
+
+
+class Seq2Seq(nn.Module):
+    """The encoder-decoder Transformer (Vaswani et al. 2017).
+
+    With one front end for both sides, source and target share their embeddings; without
+    `output`, the target's embedding matrix is the output layer as well.
+    """
+
+    source_frontend: nn.Module
+    target_frontend: nn.Module
+    encoder: nn.Module
+    decoder: nn.Module
+    output: nn.Module | None = None
+
+    def __call__(
+        self, source: jax.Array, source_lengths: jax.Array, target_inputs: jax.Array
+    ) -> jax.Array:
+        """Return logits `[B, T, V]` of a teacher-forced pass.
+
+        Args:
+            source: int32 `[B, S]`, padding on the right.
+            source_lengths: int32 `[B]`; what stands behind changes nothing.
+            target_inputs: int32 `[B, T]`, BOS first; row t sees inputs up to t.
+        """
+        memory = self.encode(source, source_lengths)
+        x = self.target_frontend(target_inputs)
+        return self._logits(self.decoder(x, memory, source_lengths))
+
+    def encode(self, source: jax.Array, source_lengths: jax.Array) -> jax.Array:
+        """Return the memory `[B, S, D]` of a source `[B, S]`."""
+        return self.encoder(self.source_frontend(source), source_lengths)
+
+    def read(self, source: jax.Array, source_lengths: jax.Array) -> Memory:
+        """Encode a source and project it for every decoder layer, once."""
+        memory = self.encode(source, source_lengths)
+        return Memory(self.decoder.project(memory), source_lengths)
+
+    def step(
+        self, tokens: jax.Array, cache: PyTree, memory: Memory
+    ) -> tuple[jax.Array, PyTree]:
+        """Return logits `[M, V]` of the next place and the cache with this one.
+
+        Args:
+            tokens: int32 `[M]`, M a multiple of the memory's B: a row's beams adjacent.
+            cache: from `init_cache(M, max_length)` or the step before.
+            memory: from `read`.
+        """
+        position, layers = cache
+        x = self.target_frontend.at(tokens[:, None], position[:, None])
+        x, layers = self.decoder.step(x, layers, *memory)
+        return self._logits(x)[:, 0], (position + 1, layers)
+
+    def init_cache(self, batch: int, max_length: int) -> PyTree:
+        """Return an empty cache for `step`; every leaf begins with `batch`."""
+        layers = self.decoder.init_cache(batch, max_length)
+        return jnp.zeros(batch, jnp.int32), layers
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        if self.output is None:
+            return self.target_frontend.logits(x)
+        return self.output(x)
+
+
+def build_model(config: ModelConfig) -> Seq2Seq:
+    """Return the model that a configuration with known vocabulary sizes describes.
+
+    Raises:
+        ConfigError: a vocabulary size is unknown, or two sizes differ that must not.
+    """
+    if not config.source_vocab or not config.target_vocab:
+        raise ConfigError(
+            "model.source_vocab and model.target_vocab are unknown: set them, or let "
+            "the vocabulary do so"
+        )
+    shared = config.tied_embeddings == "all"
+    if shared and config.source_vocab != config.target_vocab:
+        raise ConfigError(
+            f"model.tied_embeddings=all wants one vocabulary, but the source has "
+            f"{config.source_vocab} symbols and the target {config.target_vocab}: use "
+            "model.tied_embeddings=target"
+        )
+    dtype = jnp.dtype(config.dtype)
+    fields = _block_fields(config, dtype)
+    target = _token_frontend(config, config.target_vocab, dtype)
+    source = target if shared else _token_frontend(config, config.source_vocab, dtype)
+    output = None
+    if config.tied_embeddings == "none":
+        output = make_projection(config.target_vocab, (EMBED, VOCAB), dtype=dtype)
+    stack = {"scan": config.scan_layers, "remat": config.remat}
+    return Seq2Seq(
+        source_frontend=source,
+        target_frontend=target,
+        encoder=Encoder(fields, config.encoder_layers, **stack),
+        decoder=Decoder(fields, config.decoder_layers, **stack),
+        output=output,
+    )
+
+
+def _token_frontend(config: ModelConfig, vocab: int, dtype: Any) -> TokenFrontend:
+    return TokenFrontend(
+        vocab,
+        config.width,
+        config.positions,
+        config.scale_embeddings,
+        config.dropout,
+        dtype,
+    )
+
+
+def _block_fields(config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    return {
+        "width": config.width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads or config.heads,
+        "head_width": config.head_width or config.width // config.heads,
+        "hidden": config.feed_forward,
+        "activation": config.activation,
+        "norm": config.norm,
+        "norm_position": config.norm_position,
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "dtype": dtype,
+    }

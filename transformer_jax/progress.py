@@ -1,0 +1,83 @@
+"""What a run tells: `metrics.jsonl` for programs, a progress line for people."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from etils import epath
+
+from transformer_jax.run_directory import write_text
+
+
+class MetricsFile:
+    """One JSON line for every report of a run; a resumed run goes on where it left.
+
+    Lines of steps after the resumed one, and a line that a kill cut short, are dropped
+    at the start, so the file never tells of a step twice.
+    """
+
+    def __init__(self, path: Any, *, resumed_step: int) -> None:
+        self._path = epath.Path(path)
+        kept = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resumed_step:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError, TypeError):
+                    continue
+        write_text(self._path, "".join(kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Append one line of values."""
+        line = json.dumps({"step": step, **values})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+
+class Progress:
+    """A line on standard error: bar, loss, speed, time left.
+
+    On a terminal it is redrawn in place; in a log it is a new line each time.
+    """
+
+    WIDTH = 20
+
+    def __init__(self, total: int, start: int) -> None:
+        self._total, self._start = total, start
+        self._began = time.perf_counter()
+        self._drawn = False
+
+    def show(self, step: int, text: str) -> None:
+        """Draw the state after `step` steps."""
+        done = step / self._total
+        elapsed = time.perf_counter() - self._began
+        left = elapsed / max(step - self._start, 1) * (self._total - step)
+        filled = int(done * self.WIDTH)
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        line = f"[{bar}] {step}/{self._total}  {text}  {_clock(left)} left"
+        if sys.stderr.isatty():
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            print(f"\r\033[K{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Write a line of its own."""
+        self.end()
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line that is drawn."""
+        if self._drawn:
+            print(file=sys.stderr)
+            self._drawn = False
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

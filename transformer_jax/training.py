@@ -1,0 +1,199 @@
+"""The training step: state, gradient, one global division, compiled for each bucket."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from transformer_jax.data import Bucket
+from transformer_jax.sharding import batch_sharding, param_shardings, replicated
+from transformer_jax.types import Batch, PyTree
+
+# (params, batch, key or None) -> (sum, weight)
+Loss = Callable[[PyTree, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
+
+
+class TrainState(NamedTuple):
+    """All that training changes.
+
+    Attributes:
+        step: int32 [], updates made so far.
+        params: the model's parameters.
+        opt_state: the optimiser's state.
+        key: the run's PRNG key; step t draws from fold_in(key, t).
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    key: jax.Array
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one update: loss summed over tokens, tokens, norm of the gradient."""
+
+    loss: jax.Array
+    tokens: jax.Array
+    gradient_norm: jax.Array
+
+
+def abstract_params(model: nn.Module, mesh: Mesh) -> PyTree:
+    """Return shapes, types and shardings of a model's parameters."""
+    boxed = jax.eval_shape(lambda: _init_boxed(model, jax.random.key(0)))
+    return _with_shardings(nn.unbox(boxed), param_shardings(mesh, boxed))
+
+
+def abstract_state(
+    model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Return shapes, types and shardings of a training state."""
+    params = abstract_params(model, mesh)
+    whole = replicated(mesh)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    shardings = optax.tree.map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        opt_state,
+        params,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        params=params,
+        opt_state=_with_shardings(opt_state, shardings),
+        key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole),
+    )
+
+
+def init_state(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    abstract: TrainState,
+    seed: int,
+) -> TrainState:
+    """Return the state before the first step, each array made where it belongs."""
+
+    def init() -> TrainState:
+        init_key, run_key = jax.random.split(jax.random.key(seed))
+        params = nn.unbox(_init_boxed(model, init_key))
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(step, params, optimizer.init(params), run_key)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def make_train_step(
+    loss: Loss, optimizer: optax.GradientTransformation, *, accumulation: int = 1
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """Return the update `(state, batch) -> (state, metrics)`.
+
+    g = sum_r d loss_sum(r) / d params / sum_r weight(r), over all rows r of the global
+    batch: neither devices nor micro-batches change what a token weighs.
+
+    Args:
+        loss: sums over a batch.
+        optimizer: turns the gradient into an update.
+        accumulation: micro-batches that the batch is cut into, to save memory; must
+            divide the rows.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def sums(params: PyTree, batch: Batch, key: jax.Array) -> PyTree:
+        if accumulation == 1:
+            return gradient(params, batch, key)
+
+        def add(total: PyTree, micro: tuple[Batch, jax.Array]) -> tuple[PyTree, None]:
+            part = gradient(params, *micro)
+            return jax.tree.map(jnp.add, total, part), None
+
+        keys = jax.random.split(key, accumulation)
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+            jax.eval_shape(gradient, params, batch, key),
+        )
+        return jax.lax.scan(add, zeros, (_micro_batches(batch, accumulation), keys))[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        (total, weight), grads = sums(state.params, batch, key)
+        # A batch of filler rows alone changes nothing.
+        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = StepMetrics(total, weight, optax.tree.norm(grads))
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    return train_step
+
+
+def compile_train_steps(
+    step: Callable, state: TrainState, buckets: Iterable[Bucket], mesh: Mesh
+) -> dict[Bucket, Callable]:
+    """Compile the update once a bucket; another shape is an error, never a stall.
+
+    The state given to a compiled step is donated.
+    """
+    whole = replicated(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
+    return {
+        bucket: jitted.lower(state, abstract_batch(bucket, mesh)).compile()
+        for bucket in buckets
+    }
+
+
+def compile_losses(
+    loss: Loss, params: PyTree, buckets: Iterable[Bucket], mesh: Mesh
+) -> dict[Bucket, Callable]:
+    """Compile the loss without dropout once a bucket: `(params, batch) -> sums`."""
+    jitted = jax.jit(
+        lambda params, batch: loss(params, batch, None), out_shardings=replicated(mesh)
+    )
+    return {
+        bucket: jitted.lower(params, abstract_batch(bucket, mesh)).compile()
+        for bucket in buckets
+    }
+
+
+def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
+    """Return shapes, types and shardings of a bucket's batch."""
+    rows = batch_sharding(mesh)
+
+    def array(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((bucket.rows, *shape), dtype, sharding=rows)
+
+    return Batch(
+        source=array(jnp.int32, bucket.source_length),
+        source_lengths=array(jnp.int32),
+        target=array(jnp.int32, bucket.target_length),
+        target_lengths=array(jnp.int32),
+        weight=array(jnp.float32),
+        index=array(jnp.int32),
+    )
+
+
+def _init_boxed(model: nn.Module, key: jax.Array) -> PyTree:
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return model.init(key, tokens, jnp.ones(1, jnp.int32), tokens)["params"]
+
+
+def _with_shardings(abstract: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        abstract,
+        shardings,
+    )
+
+
+def _micro_batches(batch: Batch, count: int) -> Batch:
+    """Cut rows into `[count, rows / count, ...]`; every device keeps its own rows."""
+    return jax.tree.map(
+        lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
+    )
