@@ -150,6 +150,11 @@ def _truncate(folder):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _lengthen(folder):
+    with (folder / "target_offsets.npy").open("ab") as file:
+        file.write(b"\0" * 8)
+
+
 def _flip_size(folder):
     path = folder / "cache.json"
     description = json.loads(path.read_text())
@@ -159,6 +164,7 @@ def _flip_size(folder):
 
 DAMAGES = {
     "truncated column": _truncate,
+    "longer column": _lengthen,
     "flipped size": _flip_size,
     "missing column": lambda folder: (folder / "pair_example.npy").unlink(),
     "missing description": lambda folder: (folder / "cache.json").unlink(),
@@ -204,7 +210,7 @@ def test_leftovers_of_a_killed_build_do_no_harm(tmp_path):
 
 def test_an_example_that_cannot_be_written_is_named(tmp_path):
     examples = [*EXAMPLES, Example("tea", ("T", "T Q"))]
-    with pytest.raises(InvalidText, match=r"example 4 of toy-train.*'Q' at 2"):
+    with pytest.raises(InvalidText, match=r"example 4 of toy-train.*'Q' at position 2"):
         opened(tmp_path, examples)
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data import SOURCES, Example, cmudict
+from transformer_jax.data import SOURCES, Example, cmudict, data_directory
 
 LINES = """\
 'bout B AW1 T
@@ -50,7 +50,7 @@ def test_stress_is_stripped_and_what_becomes_alike_is_one():
     ]
 
 
-def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path):
+def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path, capsys):
     words = list(cmudict.parse(dictionary.read_text().splitlines()))
     found = {
         split: [word for word, _ in cmudict.read(str(tmp_path / "data"), split)]
@@ -59,6 +59,7 @@ def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path):
     assert found["validation"] == words[::20]
     assert found["test"] == [w for i, w in enumerate(words) if i % 20 in (1, 2)]
     assert found["train"] == [w for i, w in enumerate(words) if i % 20 > 2]
+    assert capsys.readouterr().out == ""
 
 
 def test_sources_give_references_with_and_without_stress(dictionary, tmp_path):
@@ -134,6 +135,16 @@ def test_a_damaged_data_set_is_named(file, dictionary, tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"cmudict is damaged .* delete it"):
         cmudict.read(str(tmp_path / "data"), "train")
+
+
+def test_data_sets_are_kept_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert data_directory("~/sets") == tmp_path / "sets"
+    assert data_directory("") == tmp_path / "cache/transformer_jax"
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert data_directory("") == tmp_path / ".cache/transformer_jax"
 
 
 _REAL = """

@@ -63,19 +63,19 @@ def test_symbols_round_trip(symbols):
     [
         ("", "empty"),
         (" \t\r\n\u00a0\u2003", "empty"),
-        ("tex", r"unknown symbol 'x' at 3"),
-        ("\0tea", r"unknown symbol '\\x00' at 1"),
-        ("te\ud800", r"unknown symbol '\\ud800' at 3"),
-        ("t\U0001f600", r"unknown symbol '\\U0001f600' at 2"),
-        ("te\u0301a", r"unknown symbol '\\u0301' at 3"),
-        ("\u202etea", r"unknown symbol '\\u202e' at 1"),
-        ("\u05d0\u05d1", r"unknown symbol '\\u05d0' at 1"),
-        ("te a", r"unknown symbol ' ' at 3"),
-        ("<pad>", r"unknown symbol '<' at 1"),
-        ("tea\r", r"unknown symbol '\\r' at 4"),
-        ("t" * 9_999 + "z", r"unknown symbol 'z' at 10000"),
+        ("tex", r"unknown symbol 'x' at position 3"),
+        ("\0tea", r"unknown symbol '\\x00' at position 1"),
+        ("te\ud800", r"unknown symbol '\\ud800' at position 3"),
+        ("t\U0001f600", r"unknown symbol '\\U0001f600' at position 2"),
+        ("te\u0301a", r"unknown symbol '\\u0301' at position 3"),
+        ("\u202etea", r"unknown symbol '\\u202e' at position 1"),
+        ("\u05d0\u05d1", r"unknown symbol '\\u05d0' at position 1"),
+        ("te a", r"unknown symbol ' ' at position 3"),
+        ("<pad>", r"unknown symbol '<' at position 1"),
+        ("tea\r", r"unknown symbol '\\r' at position 4"),
+        ("t" * 9_999 + "z", r"unknown symbol 'z' at position 10000"),
         # Lower case makes this capital two characters; the place is the text's.
-        ("teta\u0130", r"unknown symbol 'i' at 5"),
+        ("teta\u0130", r"unknown symbol 'i' at position 5"),
     ],
 )
 def test_hostile_text_is_refused_with_its_place(text, message):
@@ -87,13 +87,13 @@ def test_hostile_text_is_refused_with_its_place(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("T  IY1", r"unknown symbol '' at 2"),
-        (" T", r"unknown symbol '' at 1"),
-        ("T iy1", r"unknown symbol 'iy1' at 2"),
-        ("T\tIY1", r"unknown symbol 'T\\tIY1' at 1"),
-        ("T <pad>", r"unknown symbol '<pad>' at 2"),
-        ("T <unk>", r"unknown symbol '<unk>' at 2"),
-        ("Q" * 10_000, r"unknown symbol 'Q{20}'\.\.\. at 1"),
+        ("T  IY1", r"unknown symbol '' at position 2"),
+        (" T", r"unknown symbol '' at position 1"),
+        ("T iy1", r"unknown symbol 'iy1' at position 2"),
+        ("T\tIY1", r"unknown symbol 'T\\tIY1' at position 1"),
+        ("T <pad>", r"unknown symbol '<pad>' at position 2"),
+        ("T <unk>", r"unknown symbol '<unk>' at position 2"),
+        ("Q" * 10_000, r"unknown symbol 'Q{20}'\.\.\. at position 1"),
     ],
 )
 def test_hostile_symbols_are_refused(text, message):

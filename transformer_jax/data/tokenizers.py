@@ -168,7 +168,9 @@ class _TableTokenizer:
         for place, symbol in self.split(text):
             number = self._ids.get(symbol)
             if number is None:
-                raise InvalidText(f"unknown symbol {_shown(symbol)} at {place}")
+                raise InvalidText(
+                    f"unknown symbol {_shown(symbol)} at position {place}"
+                )
             ids.append(number)
         return np.array(ids, np.int32)
 
