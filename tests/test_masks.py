@@ -148,7 +148,7 @@ def test_wrong_dropout_is_refused(key, rate, index, error, text):
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5)])
 def test_dropout_hashes_row_and_column(shape):
-    """Rows count through all axes but the last, so a reshape of rows changes nothing."""
+    """Rows count through all axes but the last, so reshaped rows stay the same."""
     x = 1 + jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape)
     dropped = masks.hashed_dropout(x, KEYS[1], 0.4)
     width = shape[-1] if shape else 1

@@ -1,7 +1,7 @@
 """Dense attention: the oracle against which every other kernel is tested."""
 
 import math
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def dot_product_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
-    query_offset: int = 0,
+    query_offset: SupportsIndex = 0,
     dropout_rate: float | int = 0.0,
     dropout_rng: Any = None,
     block_size: int | None = None,
@@ -86,6 +86,12 @@ def dot_product_attention(
 
     Cost: 2 B N T S (H + V) FLOPs and a few arrays of B N T S floats; twice the FLOPs
     again backward.
+
+    Example:
+        >>> query = key = jnp.zeros((1, 3, 1, 2))
+        >>> value = jnp.arange(1.0, 4.0).reshape(1, 3, 1, 1)
+        >>> dot_product_attention(query, key, value, is_causal=True).ravel().tolist()
+        [1.0, 1.5, 2.0]
     """
     _check_implementation(implementation, block_size)
     masks.check_dropout(dropout_rate, dropout_rng)
@@ -194,7 +200,7 @@ def _attend(
         # Selected again, so that a dead row's cotangents, even NaN, end here.
         output = _select(live_queries, output)
         residual = jnp.where(live_queries[..., 0], residual, -jnp.inf)
-    return output.reshape(B, T, N, -1), residual.reshape(B, T, N)
+    return output.reshape(B, T, N, value.shape[-1]), residual.reshape(B, T, N)
 
 
 def _grouped(array: Array, kv_heads: int) -> Array:
