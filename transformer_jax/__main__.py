@@ -1,11 +1,12 @@
 """The command line: `transformer-jax COMMAND`, or `python -m transformer_jax`."""
 
+import contextlib
 import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from transformer_jax.commands import COMMANDS
@@ -64,12 +65,21 @@ def _module(command: str) -> object:
     return importlib.import_module(f"transformer_jax.commands.{command}")
 
 
-def _standard_output() -> IO[str]:
-    """Return standard output; what libraries print goes to standard error from now."""
+@contextlib.contextmanager
+def _standard_output() -> Iterator[IO[str]]:
+    """Give standard output to the command alone: what libraries print goes elsewhere.
+
+    The file descriptor itself is turned to standard error, since C++ code prints too.
+    """
     sys.stdout.flush()
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
-    os.dup2(2, 1)
-    return output
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n") as output:
+        os.dup2(2, 1)
+        try:
+            yield output
+            output.flush()
+        finally:
+            sys.stdout.flush()
+            os.dup2(output.fileno(), 1)
 
 
 def _usage() -> str:

@@ -196,7 +196,7 @@ SECTIONS = {item.name: item.default_factory for item in dataclasses.fields(Confi
 
 def default_config() -> ml_collections.ConfigDict:
     """Returns every setting at its default, to be changed by a config file."""
-    return ml_collections.ConfigDict(to_dict(Config()))
+    return ml_collections.ConfigDict(to_dict(Config())).lock()
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

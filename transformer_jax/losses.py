@@ -37,14 +37,16 @@ def cross_entropy(
         >>> print(f"{total / weight:.4f}")
         0.6931
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    counted = weights > 0
+    # Selected before any arithmetic: what is not finite there has no gradient either.
+    logits = jnp.where(counted[..., None], logits, jnp.zeros_like(logits))
+    if logits.dtype != jnp.float64:
+        logits = logits.astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     loss = log_total - chosen
     if label_smoothing:
         uniform = log_total - jnp.mean(logits, axis=-1)
         loss = (1 - label_smoothing) * loss + label_smoothing * uniform
-    counted = weights > 0
-    loss = jnp.where(counted, loss, jnp.zeros_like(loss))
     weights = weights.astype(loss.dtype)
     return jnp.sum(loss * weights), jnp.sum(weights)
