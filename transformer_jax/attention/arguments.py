@@ -8,6 +8,7 @@ import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
@@ -88,7 +89,7 @@ def check_bias(bias: Any, sizes: Sizes, query_offset: int) -> Array | None:
         return None
     if callable(bias):
         rows, columns = _positions(sizes, query_offset)
-        bias = jnp.asarray(bias(rows, columns))
+        bias = jnp.asarray(bias(jnp.asarray(rows), jnp.asarray(columns)))
         if bias.ndim != 3:
             raise ValueError(
                 f"bias(i, j) must return [N, T, S] = {sizes.scores[1:]}, "
@@ -111,10 +112,11 @@ def merge_masks(
     query_segment_ids: ArrayLike | None,
     key_value_segment_ids: ArrayLike | None,
     query_offset: int,
-) -> Bool[Array, "..."] | None:
+) -> Bool[Array | np.ndarray, "..."] | None:
     """Returns the allowed edges, broadcastable to `[B, N, T, S]`; None allows all.
 
-    The smallest masks are merged first, and no axis is spread that no mask needs.
+    The smallest masks are merged first, and no axis is spread that no mask needs. What
+    is static stays a NumPy constant: faster on a CPU than comparing positions anew.
     """
     B, _, T, S = sizes.scores
     parts = []
@@ -147,7 +149,7 @@ def merge_masks(
         key_ids = _rows("key_value_segment_ids", key_value_segment_ids, (B, S), sizes)
         parts.append(masks.segment_mask(query_ids, key_ids))
     parts.sort(key=lambda part: part.size)
-    return functools.reduce(jnp.logical_and, parts) if parts else None
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def check_offset(query_offset: Any) -> int:
@@ -163,14 +165,14 @@ def check_offset(query_offset: Any) -> int:
     return offset
 
 
-def _positions(sizes: Sizes, query_offset: int) -> tuple[Array, Array]:
+def _positions(sizes: Sizes, query_offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Absolute positions of the rows `[T, 1]` and of the columns `[1, S]`, int32."""
-    rows = jnp.arange(sizes.query_length, dtype=jnp.int32) + query_offset
-    columns = jnp.arange(sizes.key_length, dtype=jnp.int32)
+    rows = np.arange(sizes.query_length, dtype=np.int32) + np.int32(query_offset)
+    columns = np.arange(sizes.key_length, dtype=np.int32)
     return rows[:, None], columns[None, :]
 
 
-def _four_axes(name: str, array: Array, sizes: Sizes) -> Array:
+def _four_axes(name: str, array: Any, sizes: Sizes) -> Any:
     """The array with leading axes of size 1, if it broadcasts to `[B, N, T, S]`."""
     shape = (1,) * (4 - array.ndim) + array.shape
     fits = len(shape) == 4 and all(
@@ -194,7 +196,7 @@ def _rows(name: str, values: ArrayLike, shape: tuple, sizes: Sizes) -> Array:
     return values.reshape(shape)
 
 
-def _dense_pattern(pattern: Any, sizes: Sizes, query_offset: int) -> Array:
+def _dense_pattern(pattern: Any, sizes: Sizes, query_offset: int) -> np.ndarray:
     """The pattern as booleans `[1, 1 or N, T, S]`."""
     if not callable(getattr(pattern, "dense", None)):
         raise TypeError(
@@ -207,4 +209,4 @@ def _dense_pattern(pattern: Any, sizes: Sizes, query_offset: int) -> Array:
         num_heads=sizes.heads,
         query_offset=query_offset,
     )
-    return _four_axes("pattern", jnp.asarray(edges, jnp.bool_), sizes)
+    return _four_axes("pattern", np.asarray(edges, np.bool_), sizes)

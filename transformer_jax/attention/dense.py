@@ -5,6 +5,7 @@ from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -161,7 +162,7 @@ def _attend(
     key: Array,
     value: Array,
     bias: Array | None,
-    allowed: Bool[Array, "..."] | None,
+    allowed: Bool[Array | np.ndarray, "..."] | None,
     scale: ArrayLike,
     keep: Bool[Array, "B N T S"] | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -203,25 +204,27 @@ def _attend(
     return output.reshape(B, T, N, value.shape[-1]), residual.reshape(B, T, N)
 
 
-def _grouped(array: Array, kv_heads: int) -> Array:
+def _grouped(array: Any, kv_heads: int) -> Any:
     """`[b, n, t, s]` as `[b, k, g, t, s]`, n being N or 1."""
     b, n, t, s = array.shape
     k = kv_heads if n > 1 else 1
     return array.reshape(b, k, n // k, t, s)
 
 
-def _rows_first(array: Array) -> Array:
+def _rows_first(array: Any) -> Any:
     """`[b, k, g, t, 1]` as `[b, t, k, g, 1]`."""
     return array.transpose(0, 3, 1, 2, 4)
 
 
-def _select(condition: Array, array: Array) -> Array:
+def _select(condition: Array | np.ndarray, array: Array) -> Array:
     """The array where the condition holds, else 0; both of one rank."""
+    if isinstance(condition, np.ndarray) and condition.all():
+        return array
     return jnp.where(condition, array, jnp.zeros((), array.dtype))
 
 
 @jax.custom_jvp
-def _softmax(scores: Array, allowed: Array | None) -> tuple[Array, Array]:
+def _softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
     """Softmax and log-sum-exp over the allowed places of the last axis.
 
     A row with none (or of -inf only) has the weights 0 and the log-sum-exp -inf. The
