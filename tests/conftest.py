@@ -17,7 +17,9 @@ def _environment() -> None:
         raise RuntimeError("jax was imported before tests/conftest.py could set it up")
     flag = "--xla_force_host_platform_device_count"
     others = re.sub(rf"{flag}=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{others} {flag}={DEVICES}".strip()
+    # Most of the suite's time is compilation: code may be slow, its maths is the same.
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{others} {fast} {flag}={DEVICES}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
     # A cache of executables from another machine would hide compilation errors.
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)

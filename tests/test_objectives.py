@@ -1,0 +1,78 @@
+"""Objectives: what the decoder is fed, what counts, what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.config import Config, ConfigError
+from transformer_jax.objectives import OBJECTIVES, teacher_forcing, validate
+from transformer_jax.types import Batch
+
+
+class Vocabulary:
+    pad_id, bos_id, end_id = 0, 1, 2
+
+
+BATCH = Batch(
+    source=jnp.ones((3, 2), jnp.int32),
+    source_lengths=jnp.array([2, 1, 0]),
+    target=jnp.array([[5, 6, 7, 0], [5, 0, 0, 0], [0, 0, 0, 0]]),
+    target_lengths=jnp.array([3, 1, 0]),
+    weight=jnp.array([1.0, 1.0, 0.0]),
+    index=jnp.array([4, 9, -1]),
+)
+
+
+def test_teacher_forcing_is_the_target_one_place_late():
+    inputs, labels, weights = teacher_forcing(BATCH, Vocabulary)
+    assert inputs.tolist() == [[1, 5, 6, 7], [1, 5, 0, 0], [1, 0, 0, 0]]
+    assert labels[:2].tolist() == [[5, 6, 7, 2], [5, 2, 0, 0]]
+    assert weights.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_an_empty_target_still_ends():
+    empty = BATCH._replace(target_lengths=jnp.zeros(3, int), weight=jnp.ones(3))
+    _, labels, weights = teacher_forcing(empty, Vocabulary)
+    assert labels[:, 0].tolist() == [2, 2, 2]
+    assert weights.sum() == 3
+
+
+def test_autoregressive_counts_every_token_and_end_once():
+    def apply(variables, source, lengths, inputs, rngs):
+        assert not rngs
+        return jnp.zeros((*inputs.shape, 8)) + variables["params"]
+
+    total, weight = OBJECTIVES["autoregressive"].loss(
+        apply, jnp.zeros(()), BATCH, Vocabulary, key=None, label_smoothing=0.1
+    )
+    assert weight == 4 + 2
+    np.testing.assert_allclose(total, 6 * np.log(8), rtol=1e-6)
+
+
+def test_a_key_turns_dropout_on():
+    def apply(variables, source, lengths, inputs, rngs):
+        assert jax.random.key_data(rngs["dropout"]).shape
+        return jnp.zeros((*inputs.shape, 8))
+
+    key = jax.random.key(0)
+    OBJECTIVES["autoregressive"].loss(
+        apply, (), BATCH, Vocabulary, key=key, label_smoothing=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("train", "objective", "magic", "must be one of autoregressive, not 'magic'"),
+        ("decode", "strategy", "ctc", "'ctc' cannot decode the objective"),
+    ],
+)
+def test_impossible_pairings_are_refused(section, field, value, message):
+    config = Config()
+    part = dataclasses.replace(getattr(config, section), **{field: value})
+    with pytest.raises(ConfigError, match=message):
+        validate(dataclasses.replace(config, **{section: part}))
+    validate(config)

@@ -1,0 +1,178 @@
+"""The training step: what a token weighs on any devices and micro-batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from transformer_jax.config import ModelConfig, ParallelConfig, TrainConfig
+from transformer_jax.data import Bucket
+from transformer_jax.models import build_model
+from transformer_jax.objectives import OBJECTIVES
+from transformer_jax.optimizers import make_optimizer
+from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.training import (
+    abstract_state,
+    compile_losses,
+    compile_train_steps,
+    init_state,
+    make_train_step,
+)
+from transformer_jax.types import Batch
+
+ROWS, LENGTH, STEPS = 16, 4, 5
+BUCKET = Bucket(LENGTH, LENGTH, ROWS)
+TRAIN = TrainConfig(learning_rate=0.01, warmup=2, schedule="constant")
+
+
+class Vocabulary:
+    pad_id, bos_id, end_id = 0, 1, 2
+
+
+def model_of(dropout):
+    return build_model(
+        ModelConfig(
+            source_vocab=11,
+            target_vocab=13,
+            encoder_layers=1,
+            decoder_layers=1,
+            width=8,
+            heads=2,
+            feed_forward=12,
+            dropout=dropout,
+            attention_dropout=dropout,
+        )
+    )
+
+
+def batch_of(seed, filler=3):
+    draw = np.random.default_rng(seed)
+    weight = np.arange(ROWS) < ROWS - filler
+    lengths = draw.integers(1, LENGTH, size=(2, ROWS)) * weight
+    ids = draw.integers(3, 11, size=(2, ROWS, LENGTH))
+    return Batch(
+        source=np.int32(ids[0]),
+        source_lengths=np.int32(lengths[0]),
+        target=np.int32(ids[1]),
+        target_lengths=np.int32(lengths[1]),
+        weight=np.float32(weight),
+        index=np.arange(ROWS, dtype=np.int32),
+    )
+
+
+def loss_of(model, smoothing=0.1):
+    def loss(params, batch, key):
+        return OBJECTIVES["autoregressive"].loss(
+            model.apply, params, batch, Vocabulary, key=key, label_smoothing=smoothing
+        )
+
+    return loss
+
+
+@functools.cache
+def first_state(devices):
+    """The state before training, on the host: a compiled step donates its own copy."""
+    mesh, optimizer = make_mesh(ParallelConfig(data=devices)), make_optimizer(TRAIN)
+    model = model_of(0.0)
+    return init_state(model, optimizer, abstract_state(model, optimizer, mesh), 0)
+
+
+@functools.cache
+def compiled_step(devices, dropout=0.1, accumulation=1):
+    loss, optimizer = loss_of(model_of(dropout)), make_optimizer(TRAIN)
+    step = make_train_step(loss, optimizer, accumulation=accumulation)
+    mesh = make_mesh(ParallelConfig(data=devices))
+    return compile_train_steps(step, first_state(devices), [BUCKET], mesh)[BUCKET]
+
+
+def put(batch, devices):
+    sharding = batch_sharding(make_mesh(ParallelConfig(data=devices)))
+    return jax.device_put(batch, sharding)
+
+
+def train(batches, devices, **settings):
+    """Metrics of every step, and the last parameters, named."""
+    state, values = jax.tree.map(jnp.copy, first_state(devices)), []
+    for batch in batches:
+        state, metrics = compiled_step(devices, **settings)(state, put(batch, devices))
+        values.append([float(value) for value in metrics])
+    assert int(state.step) == len(batches)
+    return np.array(values), _named(jax.device_get(state.params))
+
+
+BATCHES = [batch_of(number) for number in range(STEPS)]
+
+
+def test_eight_devices_train_as_one_does():
+    one, params = train(BATCHES, 1)
+    eight, others = train(BATCHES, 8)
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+    assert len({*one[:, 0]}) == STEPS
+    for name, leaf in params.items():
+        np.testing.assert_allclose(
+            others[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name
+        )
+
+
+def test_micro_batches_change_nothing_but_memory():
+    whole, _ = train(BATCHES, 8, dropout=0.0)
+    cut, _ = train(BATCHES, 8, dropout=0.0, accumulation=2)
+    np.testing.assert_allclose(cut, whole, rtol=1e-4)
+
+
+def test_gradient_is_the_mean_over_tokens():
+    """Told by its norm: that of the gradient of the global mean."""
+    loss, params = loss_of(model_of(0.0)), jax.device_get(first_state(8).params)
+
+    @jax.jit
+    def mean(params, batch):
+        total, weight = loss(params, batch, None)
+        return total / weight
+
+    found, _ = train(BATCHES[:1], 8, dropout=0.0)
+    gradient = jax.jit(jax.grad(mean))(params, BATCHES[0])
+    np.testing.assert_allclose(found[0, 2], optax.tree.norm(gradient), rtol=1e-4)
+    np.testing.assert_allclose(
+        found[0, 0] / found[0, 1], mean(params, BATCHES[0]), rtol=1e-5
+    )
+
+
+def test_filler_rows_alone_change_nothing():
+    metrics, after = train([batch_of(0, filler=ROWS)], 8)
+    assert not metrics.any()
+    for name, leaf in _named(jax.device_get(first_state(8).params)).items():
+        np.testing.assert_array_equal(after[name], leaf, err_msg=name)
+
+
+def test_another_shape_is_an_error_not_a_compilation():
+    short = jax.tree.map(lambda x: x[: ROWS // 2], batch_of(0))
+    with pytest.raises(TypeError, match="compiled"):
+        train([short], 1)
+
+
+def test_evaluation_has_neither_dropout_nor_smoothing():
+    mesh = make_mesh(ParallelConfig())
+    params, batch = first_state(8).params, batch_of(1)
+    noisy = loss_of(model_of(0.5), smoothing=0.0)
+    compiled = compile_losses(noisy, params, [BUCKET], mesh)[BUCKET]
+    plain = jax.jit(functools.partial(loss_of(model_of(0.0), smoothing=0.0), key=None))
+    np.testing.assert_allclose(
+        compiled(params, put(batch, 8)),
+        plain(jax.device_get(params), batch),
+        rtol=1e-5,
+    )
+
+
+def test_first_parameters_do_not_depend_on_the_devices():
+    one, eight = (jax.device_get(first_state(n).params) for n in (1, 8))
+    jax.tree.map(np.testing.assert_array_equal, one, eight)
+
+
+def _named(tree):
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
