@@ -1,7 +1,9 @@
 """The training step: state, gradient, one global division, compiled for each bucket."""
 
+import os
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -141,10 +143,7 @@ def compile_train_steps(
     whole = replicated(mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
-    return {
-        bucket: jitted.lower(state, abstract_batch(bucket, mesh)).compile()
-        for bucket in buckets
-    }
+    return _compile_each(jitted, state, buckets, mesh)
 
 
 def compile_losses(
@@ -154,10 +153,7 @@ def compile_losses(
     jitted = jax.jit(
         lambda params, batch: loss(params, batch, None), out_shardings=replicated(mesh)
     )
-    return {
-        bucket: jitted.lower(params, abstract_batch(bucket, mesh)).compile()
-        for bucket in buckets
-    }
+    return _compile_each(jitted, params, buckets, mesh)
 
 
 def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
@@ -175,6 +171,20 @@ def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
         weight=array(jnp.float32),
         index=array(jnp.int32),
     )
+
+
+def _compile_each(
+    jitted: Any, first: PyTree, buckets: Iterable[Bucket], mesh: Mesh
+) -> dict[Bucket, Callable]:
+    """Trace bucket after bucket; XLA compiles several at once, without the GIL."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {
+            bucket: pool.submit(
+                jitted.lower(first, abstract_batch(bucket, mesh)).compile
+            )
+            for bucket in buckets
+        }
+        return {bucket: compiled.result() for bucket, compiled in waiting.items()}
 
 
 def _init_boxed(model: nn.Module, key: jax.Array) -> PyTree:
