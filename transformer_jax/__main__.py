@@ -43,13 +43,17 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
     from transformer_jax.data import InvalidText
     from transformer_jax.trainer import NonFiniteLossError, PreemptedError
 
-    module = _module(command)
+    module, code = _module(command), DONE
     try:
         values = parse(command, arguments, module.define_flags)
         if "output" in inspect.signature(module.run).parameters:
             module.run(values, output)
         else:
-            print(json.dumps(module.run(values)), file=output, flush=True)
+            result = module.run(values)
+            print(json.dumps(result), file=output)
+            # What `check` says of itself; other commands raise.
+            code = DONE if result.get("ok", True) else FAILED
+        output.flush()
     except ConfigError as error:
         return _complain(f"{command}: {error}", REFUSED)
     except PreemptedError as error:
@@ -58,7 +62,7 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
         return _complain(f"{command}: {error}", FAILED)
     except KeyboardInterrupt:
         return _complain(f"{command}: interrupted", 130)
-    return DONE
+    return code
 
 
 def _module(command: str) -> object:
@@ -72,14 +76,16 @@ def _standard_output() -> Iterator[IO[str]]:
     The file descriptor itself is turned to standard error, since C++ code prints too.
     """
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n") as output:
-        os.dup2(2, 1)
-        try:
-            yield output
-            output.flush()
-        finally:
-            sys.stdout.flush()
-            os.dup2(output.fileno(), 1)
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
+    os.dup2(2, 1)
+    try:
+        yield output
+    finally:
+        sys.stdout.flush()
+        os.dup2(output.fileno(), 1)
+        # The command has flushed; what is left could not be written, and it said so.
+        with contextlib.suppress(OSError):
+            output.close()
 
 
 def _usage() -> str:

@@ -1,10 +1,11 @@
 """A run: a working directory with its configuration, vocabularies and model."""
 
+import contextlib
 import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import flax
@@ -23,6 +24,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.data import (
     SOURCES,
+    InvalidText,
     Source,
     TokenCache,
     Tokenizer,
@@ -57,8 +59,12 @@ class Run:
 
     @property
     def source(self) -> Source:
-        """The row of SOURCES that the run is trained on."""
-        return SOURCES[self.config.data.source]
+        """The row of SOURCES that the run is trained on.
+
+        Raises:
+            ConfigError: there is no such row.
+        """
+        return find_source(self.config)
 
     @property
     def vocabulary_hash(self) -> str:
@@ -71,20 +77,31 @@ class Run:
         return build_model(self.config.model)
 
     def cache(self, split: str) -> TokenCache:
-        """Return the token ids of a split, prepared when they are missing."""
+        """Return the token ids of a split, prepared when they are missing.
+
+        Raises:
+            ConfigError: the data cannot be read, or not with the run's vocabulary.
+        """
         directory = data_directory(self.config.data.directory)
 
         def examples() -> Any:
             return self.source.examples(str(directory), split)
 
-        return open_cache(
-            directory / "tokens",
-            name=self.config.data.source,
-            split=split,
-            examples=examples,
-            source_tokenizer=self.source_tokenizer,
-            target_tokenizer=self.target_tokenizer,
-        )
+        try:
+            with _usable(directory):
+                return open_cache(
+                    directory / "tokens",
+                    name=self.config.data.source,
+                    split=split,
+                    examples=examples,
+                    source_tokenizer=self.source_tokenizer,
+                    target_tokenizer=self.target_tokenizer,
+                )
+        except InvalidText as error:
+            raise ConfigError(
+                f"{self.workdir / 'vocabulary'} does not fit the data: {error}: "
+                "restore it, or choose another --workdir"
+            ) from error
 
     def checkpoints(self, *, read_only: bool) -> Checkpoints:
         """Open the run's checkpoints."""
@@ -109,6 +126,20 @@ class Run:
             )
 
 
+def find_source(config: Config) -> Source:
+    """Return the row of SOURCES that a configuration names.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    name = config.data.source
+    if name not in SOURCES:
+        raise ConfigError(
+            f"data.source must be one of {', '.join(SOURCES)}, not {name!r}"
+        )
+    return SOURCES[name]
+
+
 def create_run(
     config: Config, workdir: str, *, allowed_changes: Collection[str] = ()
 ) -> Run:
@@ -121,11 +152,7 @@ def create_run(
             directory, or the directory cannot be written.
     """
     objectives.validate(config)
-    if config.data.source not in SOURCES:
-        raise ConfigError(
-            f"data.source must be one of {', '.join(SOURCES)}, not "
-            f"{config.data.source!r}"
-        )
+    find_source(config)
     path = epath.Path(workdir).expanduser()
     require_writable(path)
     if (path / CONFIG_FILE).exists():
@@ -178,9 +205,11 @@ def read_config(workdir: Any) -> Config:
     Raises:
         ConfigError: it is missing or damaged.
     """
-    path = epath.Path(workdir) / CONFIG_FILE
+    path = epath.Path(workdir).expanduser() / CONFIG_FILE
     try:
-        settings = json.loads(path.read_text())["config"]
+        return from_config_dict(json.loads(path.read_text())["config"])
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise ConfigError(
             f"--workdir {workdir} holds no run ({CONFIG_FILE} is missing): train one "
@@ -188,7 +217,6 @@ def read_config(workdir: Any) -> Config:
         ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): restore it") from error
-    return from_config_dict(settings)
 
 
 def versions() -> dict[str, str]:
@@ -211,6 +239,18 @@ def _fitted(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
     return dataclasses.replace(model, **sizes)
 
 
+@contextlib.contextmanager
+def _usable(directory: Any) -> Iterator[None]:
+    """Name the data directory in what goes wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.directory {directory} cannot be used ({error}): choose another "
+            "one, or mend its permissions or its disk"
+        ) from error
+
+
 def _vocabulary_file(workdir: epath.Path, side: str) -> epath.Path:
     return workdir / "vocabulary" / f"{side}.json"
 
@@ -230,10 +270,11 @@ def _load_tokenizers(workdir: epath.Path) -> list[Tokenizer]:
 
 def _build_tokenizers(config: Config, workdir: epath.Path) -> list[Tokenizer]:
     """Collect the symbols of the training split and save them."""
-    source = SOURCES[config.data.source]
+    source = find_source(config)
     directory = data_directory(config.data.directory)
     print(f"reading {config.data.source} in {directory}", file=sys.stderr, flush=True)
-    examples = source.examples(str(directory), "train")
+    with _usable(directory):
+        examples = source.examples(str(directory), "train")
     vocabularies = (
         build_vocabulary(source.source_tokenizer, (each.source for each in examples)),
         build_vocabulary(

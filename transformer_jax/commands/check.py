@@ -56,7 +56,7 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def run(values: flags.FlagValues) -> dict[str, Any]:
-    """Look at everything; raises CheckError at the end if something is wrong."""
+    """Look at everything; return whether all is well, and what is wrong."""
     looks = [_python, _packages, _devices, _data]
     if values.workdir:
         looks.append(lambda: _workdir(values.workdir))

@@ -59,6 +59,8 @@ def run(values: flags.FlagValues, output: IO[str]) -> None:
 
 def _opened(path: str | None) -> IO[bytes]:
     if path is None:
+        if sys.stdin is None:
+            raise ConfigError("standard input is closed: name a file with --input")
         return sys.stdin.buffer
     try:
         return pathlib.Path(path).open("rb")
@@ -78,7 +80,8 @@ def _decode_lines(
             if result.status != Status.OK:
                 place = f"line {sum(counts.values())}"
                 print(f"{place}: {result.status.name} {result.reason}", file=sys.stderr)
-            output.write(result.text + "\n")
+            # One line a line, even if a symbol of the model holds a line break.
+            output.write(result.text.replace("\n", " ") + "\n")
         output.flush()
     return counts
 
@@ -95,21 +98,28 @@ def _checked(line: bytes, result: Output) -> Output:
 
 def _available(source: IO[bytes]) -> Iterator[list[bytes]]:
     """Yield all lines that have come, up to LINES: a pipe is answered as it speaks."""
-    waiting: queue.Queue[bytes | None] = queue.Queue(4 * LINES)
+    # Lines, then what ended them.
+    waiting: queue.Queue[bytes | Exception] = queue.Queue(4 * LINES)
 
     def read() -> None:
-        for line in source:
-            waiting.put(line)
-        waiting.put(None)
+        try:
+            for line in source:
+                waiting.put(line)
+            waiting.put(EOFError())
+        except Exception as error:  # Whatever it is, the reader's thread must tell.
+            waiting.put(error)
 
     threading.Thread(target=read, name="reader", daemon=True).start()
-    more = True
-    while more:
-        lines = [waiting.get()]
-        while lines[-1] is not None and len(lines) < LINES and not waiting.empty():
-            lines.append(waiting.get())
-        if lines[-1] is None:
-            more = False
-            lines.pop()
+    end = None
+    while end is None:
+        lines = []
+        while end is None and len(lines) < LINES and not (lines and waiting.empty()):
+            got = waiting.get()
+            if isinstance(got, bytes):
+                lines.append(got.removesuffix(b"\n").removesuffix(b"\r"))
+            else:
+                end = got
         if lines:
-            yield [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
+            yield lines
+    if not isinstance(end, EOFError):
+        raise end

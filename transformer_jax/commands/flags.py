@@ -1,15 +1,22 @@
 """Flags that several commands have, and how an argument list becomes flag values."""
 
-import json
+import importlib.machinery
+import importlib.util
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
+from ml_collections.config_flags.config_flags import FlagOrderError
 
 from transformer_jax.config import Config, ConfigError, from_config_dict, to_dict
 from transformer_jax.runs import read_config
+
+WORKDIR = "Working directory: a folder or gs:// path."
+NO_WORKDIR = "--workdir is missing: name a folder or gs:// path"
 
 
 def parse(
@@ -29,10 +36,16 @@ def parse(
     """
     argv = [command, *arguments]
     values = flags.FlagValues()
-    define(values, argv)
     try:
+        define(values, argv)
         extra = values(argv)[1:]
-    except (flags.Error, AttributeError, TypeError, ValueError, KeyError) as error:
+    except ConfigError:
+        raise
+    except FlagOrderError as error:
+        raise ConfigError(f"{_one_line(error)}: put --config=FILE first") from error
+    except (AttributeError, KeyError) as error:  # How ml_collections says it.
+        raise ConfigError(f"unknown setting {_one_line(error.args[0])}") from error
+    except (flags.Error, TypeError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     if extra:
         raise ConfigError(f"unexpected argument {extra[0]!r}: flags begin with --")
@@ -41,19 +54,32 @@ def parse(
 
 def define_workdir(values: flags.FlagValues) -> None:
     """Define --workdir, which must be given."""
-    text = "Working directory: a folder or gs:// path."
-    flags.DEFINE_string("workdir", None, text, flag_values=values)
-    flags.mark_flag_as_required("workdir", flag_values=values)
+    flags.DEFINE_string("workdir", None, WORKDIR, flag_values=values)
+    flags.register_validator("workdir", bool, message=NO_WORKDIR, flag_values=values)
+
+
+def define_config_file(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Define --config, and --config.a.b flags that override what the file gives."""
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "File whose get_config() returns the settings; --config.a.b=v overrides one.",
+        flag_values=values,
+        sys_argv=list(argv),
+    )
+    # The parser of ml_collections hides why a file cannot be read.
+    values["config"].parser = _ConfigFile()
 
 
 def define_saved_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
     """Define --workdir, and --config.a.b flags that override the settings there."""
     define_workdir(values)
     workdir = _value_of("workdir", argv)
-    settings = to_dict(read_config(workdir)) if workdir else {}
+    if not workdir:
+        raise ConfigError(NO_WORKDIR)
     config_flags.DEFINE_config_dict(
         "config",
-        ml_collections.ConfigDict(settings),
+        ml_collections.ConfigDict(to_dict(read_config(workdir))),
         "Settings that override the working directory's, as --config.decode.rows=8.",
         flag_values=values,
         sys_argv=list(argv),
@@ -62,7 +88,7 @@ def define_saved_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def read_settings(values: flags.FlagValues) -> Config:
     """Return the checked settings that --config and its overrides give."""
-    return from_config_dict(json.loads(values.config.to_json()))
+    return from_config_dict(values.config.to_dict())
 
 
 def define_checkpoint(values: flags.FlagValues) -> None:
@@ -85,15 +111,33 @@ def read_checkpoint(values: flags.FlagValues) -> int | str | None:
     return int(name)
 
 
+class _ConfigFile(flags.ArgumentParser):
+    """Runs a config file; `path:text` passes the text to its get_config."""
+
+    def parse(self, path: str) -> ml_collections.ConfigDict:
+        name, *argument = path.split(":", 1)
+        loader = importlib.machinery.SourceFileLoader("config_file", name)
+        spec = importlib.util.spec_from_loader(loader.name, loader)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            loader.exec_module(module)
+            settings = module.get_config(*argument)
+        except Exception as error:  # The file may do whatever it likes.
+            raise ConfigError(
+                f"the file does not work: {type(error).__name__}: {_one_line(error)}"
+            ) from error
+        if not isinstance(settings, ml_collections.ConfigDict):
+            raise ConfigError("get_config() must return what default_config() returns")
+        return settings.lock()
+
+
 def _value_of(name: str, argv: Sequence[str]) -> str | None:
     """Read one flag early: the defaults of others depend on it."""
-    early = flags.FlagValues()
-    flags.DEFINE_string(name, None, "", flag_values=early)
-    try:
-        early(list(argv), known_only=True)
-    except flags.Error as error:
-        raise ConfigError(_one_line(error)) from error
-    return early[name].value
+    value = None
+    for argument, following in itertools.zip_longest(argv, argv[1:]):
+        if found := re.fullmatch(f"--?{name}(=(.*))?", argument, re.DOTALL):
+            value = found[2] if found[1] else following
+    return value
 
 
 def _one_line(error: Any) -> str:

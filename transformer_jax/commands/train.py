@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
-from transformer_jax.commands.flags import define_workdir, read_settings
+from transformer_jax.commands.flags import (
+    define_config_file,
+    define_workdir,
+    read_settings,
+)
 from transformer_jax.config import ConfigError
 from transformer_jax.runs import create_run
 from transformer_jax.trainer import StopSignal, Trainer
@@ -22,13 +25,7 @@ from transformer_jax.trainer import StopSignal, Trainer
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
     """Define --config, --workdir and --allow_config_change."""
     define_workdir(values)
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "File whose get_config() returns the settings; --config.a.b=v overrides one.",
-        flag_values=values,
-        sys_argv=list(argv),
-    )
+    define_config_file(values, argv)
     flags.DEFINE_list(
         "allow_config_change",
         [],

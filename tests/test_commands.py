@@ -1,0 +1,545 @@
+"""The command line from end to end, on a toy data set: what it does and refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import call, examples, prepared
+
+from transformer_jax.__main__ import main
+from transformer_jax.data import SOURCES
+from transformer_jax.decoding import Status
+from transformer_jax.inference import Decoder, Output, load_decoder
+from transformer_jax.metrics import ErrorRates
+from transformer_jax.runs import open_run
+
+ROOT = Path(__file__).parents[1]
+TOY = ROOT / "tests" / "toy.py"
+# Enough to spell most words; the rest of the output does not end or is wrong.
+TRAINED = {
+    "train.steps": 120,
+    "train.learning_rate": 0.01,
+    "train.warmup": 20,
+    "train.log_every": 30,
+    "train.evaluate_every": 60,
+    "train.save_every": 60,
+    "model.dropout": 0.0,
+}
+# Good and bad lines for `decode`, with what is said of the bad ones.
+GOOD = [b"abc", b"d", b"ABCD", b"bbad", b"ca", b"abc\r"]
+BAD = {
+    b"": "INVALID empty",
+    b"   ": "INVALID empty",
+    b"\t": "INVALID empty",
+    b"\r": "INVALID empty",
+    b"abcdabcda": "INVALID 9 symbols",
+    b"ab" * 5000: "INVALID 10000 characters",
+    "\N{GRINNING FACE}".encode(): "INVALID unknown symbol",
+    "a\N{HEBREW LETTER ALEF}b".encode(): "INVALID unknown symbol",
+    "a\N{LINE SEPARATOR}b".encode(): "INVALID unknown symbol",
+    "a\N{NEXT LINE}b".encode(): "INVALID unknown symbol",
+    b"ab\0c": "INVALID unknown symbol",
+    b"a\tb": "INVALID unknown symbol",
+    b"a\x0bb": "INVALID unknown symbol",
+    b"a\x1cb": "INVALID unknown symbol",
+    b"a\rb": "INVALID unknown symbol",
+    b"abc\r\r": "INVALID unknown symbol",
+    b"abxc": "INVALID unknown symbol",
+    b"<pad>": "INVALID unknown symbol",
+    b"ab\xff": "INVALID no UTF-8 at byte 3",
+    b"\xed\xa0\x80": "INVALID no UTF-8 at byte 1",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("toy")
+    with prepared(directory):
+        yield directory / "data"
+
+
+def config_flags(data, **changes):
+    settings = {"data.directory": data, "parallel.data": 1, **changes}
+    return [f"--config={TOY}", *(f"--config.{k}={v}" for k, v in settings.items())]
+
+
+def train(data, workdir, *flags, **changes):
+    return call("train", *config_flags(data, **changes), f"--workdir={workdir}", *flags)
+
+
+def quick(data, workdir, *flags, **changes):
+    """A run of one bucket and three steps."""
+    few = {"train.steps": 3, "data.bucket_lengths": "(8,)", **changes}
+    return train(data, workdir, *flags, **few)
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A trained run, and what training it printed; to be read only."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    return workdir, train(data, workdir, **TRAINED)
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(trained[0], workdir)
+    return workdir
+
+
+def metrics_of(workdir):
+    return [
+        json.loads(line)
+        for line in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def refused(called, *words, code=2):
+    """One clear complaint, nothing on standard output, no traceback."""
+    assert "Traceback" not in called.err
+    assert (called.code, called.out) == (code, ""), called.err
+    complaint = called.err[called.err.index("transformer-jax ") :]
+    for word in words:
+        assert str(word) in complaint
+    return complaint
+
+
+# --- Training --------------------------------------------------------------------
+
+
+def test_train_prints_one_line_and_fills_the_working_directory(trained):
+    workdir, called = trained
+    assert called.code == 0, called.err
+    assert called.out.count("\n") == 1
+    result = json.loads(called.out)
+    assert set(result) == {"step", "loss", "best_step"}
+    assert result["step"] == 120
+    assert result["best_step"] in (60, 120)
+    # Two buckets, each once for training and once for evaluation.
+    assert "4 compilations (2 training, 2 evaluation)" in called.err
+    files = {"config.json", "vocabulary", "checkpoints", "metrics.jsonl"}
+    assert {path.name for path in workdir.iterdir()} == files
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["config"]["model"]["source_vocab"] == 4 + 4
+    assert {"python", "jax", "flax", "transformer_jax"} == set(saved["versions"])
+
+
+def test_metrics_tell_of_every_report_once_in_order(trained):
+    workdir, called = trained
+    metrics = metrics_of(workdir)
+    losses = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
+    assert [step for step, _ in losses] == [30, 60, 90, 120]
+    assert losses[-1][1] == json.loads(called.out)["loss"] < losses[0][1]
+    validated = {
+        line["step"]: line["validation_loss"]
+        for line in metrics
+        if "validation_loss" in line
+    }
+    assert set(validated) == {60, 120}
+    best = min(validated, key=validated.get)
+    assert best == json.loads(called.out)["best_step"]
+    # Every pair once: its symbols and an END.
+    references = [r for each in examples("", "validation") for r in each.references]
+    counted = {line["tokens"] for line in metrics if "validation_loss" in line}
+    assert counted == {sum(len(r.split()) + 1 for r in references)}
+
+
+def test_finished_run_has_nothing_to_do(data, trained, copied):
+    before = (copied / "metrics.jsonl").read_bytes()
+    again = train(data, copied, **TRAINED)
+    assert (again.code, again.out) == (0, trained[1].out)
+    assert "compilations" not in again.err
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_finished_run_is_extended_when_that_is_allowed(data, copied):
+    more = {**TRAINED, "train.steps": 125}
+    complaint = refused(train(data, copied, **more), "train.steps: 120 -> 125")
+    flag = "--allow_config_change=train.steps"
+    assert flag in complaint
+    called = train(data, copied, flag, **more)
+    assert json.loads(called.out)["step"] == 125
+    steps = [line["step"] for line in metrics_of(copied) if "loss" in line]
+    assert steps == [30, 60, 90, 120, 125]
+
+
+@pytest.mark.parametrize("allowed", ["train.learning_rate", "train"])
+def test_changed_setting_is_accepted_by_name_or_section(data, copied, allowed):
+    changed = {**TRAINED, "train.learning_rate": 0.5}
+    refused(train(data, copied, **changed), "train.learning_rate: 0.01 -> 0.5")
+    called = train(data, copied, f"--allow_config_change={allowed}", **changed)
+    assert called.code == 0, called.err
+    saved = json.loads((copied / "config.json").read_text())
+    assert saved["config"]["train"]["learning_rate"] == 0.5
+
+
+# --- Evaluation and decoding -----------------------------------------------------
+
+
+def test_evaluate_counts_every_example_once(trained):
+    workdir = trained[0]
+    called = call("evaluate", f"--workdir={workdir}", "--samples=5")
+    assert called.code == 0, called.err
+    result = json.loads(called.out)
+    decoder = load_decoder(open_run(workdir))
+    rates = ErrorRates()
+    test = examples("", "test")
+    # One at a time: neither batches nor chunks are those of the command.
+    for example, output in zip(
+        test, [decoder.decode([each.source])[0] for each in test], strict=True
+    ):
+        rates.add(output.text.split(), [r.split() for r in example.references])
+    expected = rates.result()
+    assert expected["words"] == len(test) == result["words"]
+    assert {name: result[name] for name in expected} == expected
+    assert 0 < result["wer"] < 90, "the toy run must have learnt some words, not all"
+    assert (result["split"], result["step"]) == ("test", decoder.step)
+    table = called.err.splitlines()[-6:]
+    assert table[0].split() == ["source", "reference", "prediction"]
+
+
+def decoded(workdir, stdin, *flags):
+    called = call("decode", f"--workdir={workdir}", *flags, stdin=stdin)
+    assert called.code == 0, called.err
+    *said, summary = called.err.splitlines()
+    assert called.out == "" or called.out.endswith("\n")
+    return called.out.split("\n")[:-1], said, json.loads(summary)
+
+
+def test_hostile_lines_keep_their_places(trained):
+    workdir = trained[0]
+    kinds = [*GOOD, *BAD]
+    lines = [kinds[(7 * number) % len(kinds)] for number in range(2000)]
+    alone = {line: decoded(workdir, line)[0] for line in GOOD}
+    texts, said, summary = decoded(workdir, b"\n".join(lines))
+    assert len(texts) == summary["lines"] == 2000
+    spoken = dict(line.removeprefix("line ").split(": ", 1) for line in said)
+    for number, (line, text) in enumerate(zip(lines, texts, strict=True), 1):
+        if line in BAD:
+            assert text == ""
+            assert spoken[str(number)].startswith(BAD[line])
+        else:
+            assert [text] == alone[line]
+    assert summary["invalid"] == sum(line in BAD for line in lines)
+    counted = sum(v for k, v in summary.items() if k not in ("lines", "step"))
+    assert counted == 2000
+    assert set(alone[b"abc"]) == set(alone[b"abc\r"])
+    assert any(alone.values())
+
+
+def test_results_do_not_depend_on_batches_devices_or_the_way_in(trained, tmp_path):
+    workdir = trained[0]
+    lines = b"\n".join([*examples_of("test"), b"", b"abcdd"])
+    expected = decoded(workdir, lines)
+    for flags in (
+        ["--config.decode.rows=1"],
+        ["--config.decode.rows=7"],
+        ["--config.parallel.data=8"],
+        # Other mates in every batch, and other padding.
+        ["--config.data.bucket_lengths=(8,)"],
+    ):
+        assert decoded(workdir, lines, *flags) == expected, flags
+    backwards = b"\n".join(lines.split(b"\n")[::-1])
+    assert decoded(workdir, backwards)[0] == expected[0][::-1]
+    (tmp_path / "words.txt").write_bytes(lines + b"\n")
+    assert decoded(workdir, b"", f"--input={tmp_path / 'words.txt'}") == expected
+
+
+def examples_of(split):
+    return [example.source.encode() for example in examples("", split)]
+
+
+def test_nothing_in_is_nothing_out(trained):
+    assert decoded(trained[0], b"") == ([], [], {"lines": 0, "step": step_of(trained)})
+
+
+def step_of(trained):
+    return json.loads(trained[1].out)["best_step"]
+
+
+def test_checkpoint_is_chosen(trained):
+    workdir = trained[0]
+    for name, step in (("latest", 120), ("60", 60), ("best", step_of(trained))):
+        assert decoded(workdir, b"", f"--checkpoint={name}")[2]["step"] == step
+
+
+# --- In processes of their own ---------------------------------------------------
+
+
+def environment():
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+    import jax
+
+    cached = {f"JAX_{n.upper()}": str(getattr(jax.config, f"jax_{n}")) for n in names}
+    cached["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    return {**os.environ, **cached, "PYTHONPATH": str(ROOT)}
+
+
+def started(*arguments, **options):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, TOY, *map(str, arguments)],
+        env=environment(),
+        **{**pipes, **options},
+    )
+
+
+def test_pipe_is_answered_line_by_line(trained):
+    with started("decode", f"--workdir={trained[0]}") as process:
+        answers = []
+        for line in (b"abc\n", b"?\n", b"d\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            # Blocks for ever if the answer waits for more lines: pytest ends it.
+            answers.append(process.stdout.readline().decode())
+        out, err = process.communicate(timeout=60)
+    assert out == b""
+    assert process.returncode == 0, err
+    assert answers == [f"{t}\n" for t in decoded(trained[0], b"abc\n?\nd\n")[0]]
+
+
+def test_reader_that_leaves_is_no_accident(trained):
+    with started("decode", f"--workdir={trained[0]}") as process:
+        process.stdin.write(b"abc\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write(b"d\n" * 99)
+        process.stdin.close()
+        err = process.stderr.read().decode()
+        assert process.wait(60) == 1
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    assert err.splitlines()[-1].startswith("transformer-jax decode: ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_full_disk_under_standard_output_is_reported(trained):
+    with open("/dev/full", "w") as full:
+        process = started("decode", f"--workdir={trained[0]}", stdout=full)
+        err = process.communicate(b"abc\n", timeout=60)[1].decode()
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "No space left" in err.splitlines()[-1]
+
+
+def test_closed_standard_input_is_refused(trained, monkeypatch):
+    monkeypatch.setattr("toy.main", without_stdin)
+    called = call("decode", f"--workdir={trained[0]}")
+    refused(called, "standard input is closed", "--input")
+
+
+def without_stdin(arguments):
+    """Python has no stream where the file descriptor is closed."""
+    sys.stdin = None
+    return main(arguments)
+
+
+# --- Refusals --------------------------------------------------------------------
+
+
+def test_usage_is_shown():
+    assert call("--help").out.startswith("usage: transformer-jax COMMAND")
+    assert call().code == 2
+    for command in ("train", "evaluate", "decode", "check"):
+        called = call(command, "--help")
+        assert called.code == 0
+        assert called.out.startswith(f"transformer-jax {command}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["unknown command 'trian'", "train"]),
+        (["train", "--workdir={tmp}/run"], ["--config is missing"]),
+        (["train", "{config}"], ["--workdir"]),
+        (["train", "{config}", "--workdir"], ["workdir"]),
+        (["train", "{config}", "--workdir={tmp}/run", "--frobnicate"], ["frobnicate"]),
+        (["train", "{config}", "--workdir={tmp}/run", "more"], ["'more'", "--"]),
+        (["train", "--config={tmp}/none.py", "--workdir={tmp}/run"], ["none.py"]),
+        (["train", "--config={tmp}", "--workdir={tmp}/run"], ["{tmp}"]),
+        (["train", "--config.train.steps=5", "{config}", "--workdir={tmp}/run"],
+         ["--config=", "first"]),
+        (["evaluate"], ["--workdir"]),
+        (["evaluate", "--workdir="], ["--workdir"]),
+        (["evaluate", "--workdir={tmp}"], ["{tmp}", "config.json is missing"]),
+        (["decode", "--workdir={tmp}/none"], ["{tmp}/none", "config.json is missing"]),
+    ],
+)  # fmt: skip
+def test_bad_command_line_is_refused(arguments, words, tmp_path):
+    names = {"tmp": tmp_path, "config": f"--config={TOY}"}
+    arguments = [argument.format(**names) for argument in arguments]
+    refused(call(*arguments), *(word.format(**names) for word in words))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("def get_config(:", "invalid syntax"),
+        ("x = 1", "get_config"),
+        ("def get_config(): return 1 / 0", "division by zero"),
+        ("def get_config(): return None", "get_config"),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_bad_config_file_is_refused(text, word, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text + "\n")
+    called = call("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    refused(called, "mine.py", word)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("model.widht", 3, ["unknown setting", "widht", "width"]),
+        ("modle.width", 3, ["unknown setting", "modle", "model"]),
+        ("model.width", "abc", ["model.width", "abc"]),
+        ("model.width", 3.5, ["model.width", "3.5"]),
+        ("model.width", 17, ["model.width", "model.heads"]),
+        ("model.dropout", 1.5, ["model.dropout", "0.99"]),
+        ("model.scan_layers", "perhaps", ["model.scan_layers", "perhaps"]),
+        ("train.steps", 0, ["train.steps", "at least 1"]),
+        ("train.objective", "guessing", ["train.objective", "autoregressive"]),
+        ("train.optimizer", "magic", ["train.optimizer", "adamw"]),
+        ("decode.strategy", "magic", ["decode.strategy", "greedy"]),
+        ("data.source", "nowhere", ["data.source", "cmudict"]),
+        ("data.bucket_lengths", "(8,4)", ["data.bucket_lengths", "rising"]),
+        ("data.bucket_lengths", "(2,4)", ["data.bucket_lengths", "longest needs 5"]),
+        ("model.source_vocab", 99, ["model.source_vocab", "8 symbols"]),
+        ("parallel.data", 99, ["parallel.data=99", "8"]),
+        ("data.directory", "/dev/null/data", ["/dev/null/data"]),
+    ],
+)
+def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
+    refused(train(data, tmp_path / "run", **{setting: value}), *words)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words", "code"),
+    [
+        ("decode", ["--input=none.txt"], ["--input none.txt", "No such file"], 2),
+        ("decode", [f"--input={ROOT}"], [f"--input {ROOT}", "directory"], 2),
+        ("decode", ["words.txt"], ["'words.txt'"], 2),
+        ("decode", ["--config.decode.rows=0"], ["decode.rows", "at least 1"], 2),
+        ("decode", ["--config.decode.row=1"], ["row"], 2),
+        ("decode", ["--checkpoint=foo"], ["--checkpoint", "'foo'"], 2),
+        ("decode", ["--checkpoint=\u00b2"], ["--checkpoint"], 2),
+        ("evaluate", ["--checkpoint=999"], ["999", "60"], 1),
+        ("evaluate", ["--split=dev"], ["split", "validation"], 2),
+        ("evaluate", ["--samples=-1"], ["samples"], 2),
+        ("evaluate", ["--config.data.source=none"], ["data.source", "cmudict"], 2),
+        ("evaluate", ["--config.model.width=24"], ["[", "configuration"], 1),
+        ("evaluate", ["--config.parallel.data=0"], ["parallel.data=0"], 2),
+    ],
+)
+def test_bad_use_of_a_run_is_refused(trained, command, flags, words, code):
+    called = call(command, f"--workdir={trained[0]}", *flags)
+    refused(called, *words, code=code)
+
+
+def damage(workdir, name, text):
+    path = workdir / name
+    path.unlink() if text is None else path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "{", ["config.json cannot be read"]),
+        ("config.json", '{"config": 3}', ["config.json cannot be read"]),
+        ("config.json", '{"config": {"model": 3}}', ["config.json cannot be read"]),
+        ("config.json", '{"config": {"x": {}}}', ["unknown section 'x'"]),
+        ("vocabulary/source.json", "{", ["vocabulary", "source.json"]),
+        ("vocabulary/target.json", None, ["vocabulary", "target.json"]),
+    ],
+)
+def test_damaged_run_is_refused(data, copied, name, text, words):
+    damage(copied, name, text)
+    refused(call("decode", f"--workdir={copied}"), *words)
+    refused(train(data, copied, **TRAINED), *words)
+
+
+def test_vocabulary_of_another_run_is_refused(data, copied):
+    path = copied / "vocabulary" / "source.json"
+    vocabulary = json.loads(path.read_text())
+    vocabulary["symbols"][-1] = "z"
+    path.write_text(json.dumps(vocabulary))
+    refused(call("decode", f"--workdir={copied}"), "vocabulary", "step")
+    refused(train(data, copied, **TRAINED), "vocabulary", "does not fit the data")
+    vocabulary["symbols"].append("y")
+    path.write_text(json.dumps(vocabulary))
+    refused(call("evaluate", f"--workdir={copied}"), "8 source symbols", "has 9")
+    refused(train(data, copied, **TRAINED), "9")
+
+
+def test_run_without_checkpoint_is_refused(copied):
+    shutil.rmtree(copied / "checkpoints")
+    refused(call("evaluate", f"--workdir={copied}"), "no checkpoint", code=1)
+
+
+def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
+    shutil.rmtree(copied / "checkpoints" / "120" / "state")
+    called = call("decode", f"--workdir={copied}", "--checkpoint=latest")
+    assert called.code == 0
+    assert "passed over" in caplog.text
+    assert json.loads(called.err.splitlines()[-1])["step"] == 60
+    called = train(data, copied, **TRAINED)
+    assert json.loads(called.out)["step"] == 120
+    assert "resuming at step 60" in called.err
+
+
+def test_working_directory_below_a_file_is_refused(data, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    refused(quick(data, tmp_path / "file" / "run"), "--workdir", "Not a directory")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
+    output = Output("x\ny", Status.OK, "", 0.0)
+    monkeypatch.setattr(Decoder, "decode", lambda _, texts: [output] * len(texts))
+    assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc")
+def test_input_that_breaks_off_is_reported(trained):
+    # It opens, but its first page cannot be read.
+    called = call("decode", f"--workdir={trained[0]}", "--input=/proc/self/mem")
+    refused(called, "Input/output error", code=1)
+
+
+# --- check -----------------------------------------------------------------------
+
+
+def test_check_finds_nothing_wrong(data, trained, monkeypatch):
+    # The real data takes seconds to prepare.
+    for name in {*SOURCES} - {"backwards"}:
+        monkeypatch.delitem(SOURCES, name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
+    called = call("check", f"--workdir={trained[0]}")
+    assert called.code == 0, called.err
+    assert json.loads(called.out) == {"ok": True, "wrong": []}
+    assert "steps [60, 120]" in called.err
+
+
+def test_check_names_what_is_wrong(data, copied, monkeypatch):
+    for name in {*SOURCES} - {"backwards"}:
+        monkeypatch.delitem(SOURCES, name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
+    damage(copied, "vocabulary/source.json", "{")
+    called = call("check", f"--workdir={copied}")
+    assert called.code == 1
+    assert json.loads(called.out) == {"ok": False, "wrong": ["workdir"]}
+    assert "source.json" in called.err
+    assert "Traceback" not in called.err
+
+
+def test_status_names_are_those_of_the_summary():
+    assert {status.name.lower() for status in Status}.isdisjoint({"lines", "step"})
