@@ -31,10 +31,17 @@ class MetricsFile:
         write_text(self._path, "".join(kept))
 
     def write(self, step: int, **values: Any) -> None:
-        """Append one line of values."""
+        """Append one line of values.
+
+        Raises:
+            OSError: with the file's name, which a failed write does not give.
+        """
         line = json.dumps({"step": step, **values})
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 class Progress:
@@ -47,8 +54,12 @@ class Progress:
 
     def __init__(self, total: int, start: int) -> None:
         self._total, self._start = total, start
-        self._began = time.perf_counter()
         self._drawn = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock, once what comes before the first step is done."""
+        self._began = time.perf_counter()
 
     def show(self, step: int, text: str) -> None:
         """Draw the state after `step` steps."""

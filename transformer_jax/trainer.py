@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from transformer_jax.config import ConfigError, to_dict
 from transformer_jax.data import BatchPlan, Prefetcher, Step, TokenCache, device_batch
@@ -29,9 +31,13 @@ from transformer_jax.training import (
 )
 from transformer_jax.types import Batch, PyTree
 
+AGAINST_DIVERGENCE = (
+    "go on from the checkpoint before with a lower train.learning_rate or train.clip"
+)
+
 
 class NonFiniteLossError(RuntimeError):
-    """The loss is infinite or no number; the message names step and batch."""
+    """A loss or the parameters are infinite or no number; the message says where."""
 
 
 class PreemptedError(Exception):
@@ -75,6 +81,7 @@ class Trainer:
         self._caches = {split: run.cache(split) for split in ("train", "validation")}
         self._plan = self._make_plan("train", shuffle=True)
         self._validation = self._make_plan("validation", shuffle=False)
+        self._norm = jax.jit(optax.tree.norm)
         self._pending: list[tuple[int, Step, StepMetrics]] = []
         self._reported: list[tuple[float, float, float]] = []
         self._last_loss = math.nan
@@ -83,7 +90,7 @@ class Trainer:
         """Run the loop; returns what the command prints.
 
         Raises:
-            PreemptedError: a signal came; the state is saved.
+            PreemptedError: a signal came; every step that was made is saved.
             NonFiniteLossError: training diverged; nothing of it is saved.
             CheckpointError: a checkpoint can be neither saved nor read.
         """
@@ -94,9 +101,14 @@ class Trainer:
             )
             self._progress = Progress(self._config.steps, start)
             if start < self._config.steps:
+                self._stop_before(start)
                 self._compile(state)
-                state = self._loop(state, start)
-            self._progress.end()
+                self._stop_before(start)
+                self._progress.begin()
+                try:
+                    state = self._loop(state, start)
+                finally:
+                    self._progress.end()
             self._checkpoints.wait()
             return {
                 "step": int(state.step),
@@ -130,6 +142,14 @@ class Trainer:
         self._last_loss = restored.metadata["loss"]
         print(f"resuming at step {restored.step}", file=sys.stderr, flush=True)
         return restored.state, restored.step
+
+    def _stop_before(self, start: int) -> None:
+        """Nothing is lost while no step is made."""
+        if self._stop.received:
+            raise PreemptedError(
+                f"stopped by {self._stop.received} at step {start}, before anything "
+                "was done: start again to go on"
+            )
 
     def _compile(self, state: TrainState) -> None:
         began = time.perf_counter()
@@ -188,7 +208,6 @@ class Trainer:
             return
         self._save(step, state, losses)
         self._checkpoints.wait()
-        self._progress.end()
         raise PreemptedError(
             f"stopped by {self._stop.received}, saved at step {step}: start again to "
             "go on"
@@ -211,11 +230,10 @@ class Trainer:
             for pair in pairs
         ]
         return (
-            f"at step {number} the loss is {values[0]:g} and the gradient's norm "
+            f"at step {number + 1} the loss is {values[0]:g} and the gradient's norm "
             f"{values[2]:g}, in a batch of {planned.bucket.rows} rows of length "
             f"{planned.bucket.source_length} that begins with {', '.join(sources)}: "
-            f"lower train.learning_rate or clip; whole checkpoints: "
-            f"{self._checkpoints.steps() or 'none'}"
+            f"{AGAINST_DIVERGENCE}"
         )
 
     def _log(self, step: int, waited: float) -> None:
@@ -231,7 +249,7 @@ class Trainer:
         self._metrics.write(
             step,
             loss=self._last_loss,
-            learning_rate=float(self._schedule(step - 1)),
+            learning_rate=float(self._schedule(jnp.asarray(step - 1))),
             gradient_norm=float(norms.mean()),
             tokens_per_second=speed,
             seconds_per_step=seconds / (step - since),
@@ -247,6 +265,9 @@ class Trainer:
         """Return the mean loss of the validation split, each pair counted once.
 
         None if a signal came in between.
+
+        Raises:
+            NonFiniteLossError: it is infinite or no number.
         """
         self._settle(keep=0)
         began = time.perf_counter()
@@ -259,6 +280,11 @@ class Trainer:
                 if self._stop.received:
                     return None
         loss = total / weight
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"after step {step} the validation loss is {loss:g}: "
+                f"{AGAINST_DIVERGENCE}"
+            )
         self._metrics.write(step, validation_loss=loss, tokens=weight)
         self._progress.say(f"step {step}: validation loss {loss:.4f}")
         since, start, waited = self._since
@@ -270,6 +296,12 @@ class Trainer:
         self, step: int, state: TrainState, metrics: dict[str, float] | None
     ) -> None:
         self._settle(keep=0)
+        # The last update has not been through a loss yet.
+        if not math.isfinite(norm := float(self._norm(state.params))):
+            raise NonFiniteLossError(
+                f"after step {step} the norm of the parameters is {norm:g}: "
+                f"{AGAINST_DIVERGENCE}"
+            )
         metadata = {
             "config": to_dict(self._run.config),
             "vocabulary": self._run.vocabulary_hash,
