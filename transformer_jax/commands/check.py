@@ -7,6 +7,7 @@ wrong. Python, packages, devices, data and, if named, the working directory.
 """
 
 import importlib.metadata
+import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 from absl import flags
 
 from transformer_jax.checkpoints import CheckpointError
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, DataConfig
 from transformer_jax.data import SOURCES, data_directory
 from transformer_jax.inference import load_decoder
 from transformer_jax.run_directory import require_writable
-from transformer_jax.runs import Run, open_run
+from transformer_jax.runs import Run, open_run, read_config
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = (
@@ -57,12 +58,17 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def run(values: flags.FlagValues) -> dict[str, Any]:
     """Look at everything; return whether all is well, and what is wrong."""
-    looks = [_python, _packages, _devices, _data]
+    looks = {
+        "python": _python,
+        "packages": _packages,
+        "devices": _devices,
+        "data": lambda: _data(values.workdir),
+    }
     if values.workdir:
-        looks.append(lambda: _workdir(values.workdir))
+        looks["working directory"] = lambda: _workdir(values.workdir)
     wrong = []
-    for look in looks:
-        for finding in _guarded(look):
+    for subject, look in looks.items():
+        for finding in _guarded(subject, look):
             mark = "WRONG" if finding.remedy else "ok"
             remedy = f": {finding.remedy}" if finding.remedy else ""
             line = f"{mark:5}  {finding.subject}  {finding.found}{remedy}"
@@ -71,16 +77,11 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     return {"ok": not wrong, "wrong": wrong}
 
 
-def _guarded(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _guarded(subject: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """One broken thing must not hide the others."""
     try:
         yield from look()
     except (ConfigError, CheckpointError, RuntimeError, OSError) as error:
-        subject = (
-            getattr(look, "__name__", "workdir")
-            .strip("_<>")
-            .replace("lambda", "workdir")
-        )
         yield Finding(subject, "cannot be used", " ".join(str(error).split()))
 
 
@@ -106,15 +107,20 @@ def _devices() -> Iterator[Finding]:
     yield Finding("devices", f"{len(devices)} {devices[0].platform} ({kinds})", broken)
 
 
-def _data() -> Iterator[Finding]:
-    directory = data_directory("")
+def _data(workdir: str | None) -> Iterator[Finding]:
+    settings = read_config(workdir).data if workdir else DataConfig()
+    directory = data_directory(settings.directory)
     require_writable(directory)
     free = shutil.disk_usage(directory).free
     little = "free some space" if free < LITTLE_SPACE else ""
     yield Finding("data directory", f"{directory}, {free / 2**30:.1f} GiB free", little)
-    for name, source in SOURCES.items():
-        count = len(source.examples(str(directory), "test"))
-        yield Finding(f"data {name}", f"{count:,} test examples")
+    for name in SOURCES:
+        yield from _guarded(f"data {name}", lambda name=name: _source(name, directory))
+
+
+def _source(name: str, directory: pathlib.Path) -> Iterator[Finding]:
+    count = len(SOURCES[name].examples(str(directory), "test"))
+    yield Finding(f"data {name}", f"{count:,} test examples")
 
 
 def _workdir(workdir: str) -> Iterator[Finding]:
