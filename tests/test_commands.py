@@ -535,7 +535,7 @@ def test_check_names_what_is_wrong(data, copied, monkeypatch):
     damage(copied, "vocabulary/source.json", "{")
     called = call("check", f"--workdir={copied}")
     assert called.code == 1
-    assert json.loads(called.out) == {"ok": False, "wrong": ["workdir"]}
+    assert json.loads(called.out) == {"ok": False, "wrong": ["working directory"]}
     assert "source.json" in called.err
     assert "Traceback" not in called.err
 
