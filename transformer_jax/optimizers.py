@@ -29,7 +29,7 @@ def make_schedule(config: TrainConfig) -> optax.Schedule:
 
 def _inverse_square_root(peak: float, warmup: int) -> optax.Schedule:
     def schedule(steps_after_warmup: jax.Array) -> jax.Array:
-        return peak * jnp.sqrt(warmup / (warmup + steps_after_warmup))
+        return peak * jnp.sqrt(warmup / jnp.maximum(warmup + steps_after_warmup, 1))
 
     return schedule
 
