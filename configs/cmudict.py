@@ -2,7 +2,8 @@
 
 Paper: Yolchuyeva et al. 2019, "Transformer based Grapheme-to-Phoneme Conversion", with
 the split of CMUSphinx g2p-seq2seq (every 20th word validation, two of 20 test).
-Hardware: 2 CPU cores.
+Hardware: 2 CPU cores, about 8 minutes of training (5 epochs).
+Expected: 33.3 % WER, 8.2 % PER on the 12,606 test words, greedy.
 Command: bash launch/local.sh
 """
 
