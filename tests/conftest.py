@@ -12,7 +12,7 @@ DEVICES = 8
 
 
 def _environment() -> None:
-    """Asks XLA for faked CPU devices, keeping whatever other flags are set."""
+    """Ask XLA for faked CPU devices, keeping whatever other flags are set."""
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before tests/conftest.py could set it up")
     flag = "--xla_force_host_platform_device_count"

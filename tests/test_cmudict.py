@@ -167,7 +167,7 @@ print(json.dumps(report), file=open(sys.argv[2], "w"))
 
 @pytest.mark.slow
 def test_the_real_dictionary(tmp_path):
-    """Counts as data.md measured them with another reader; silence; no TensorFlow."""
+    """The counts that another reader found; silence; no TensorFlow."""
     report = tmp_path / "report.json"
     done = subprocess.run(
         [sys.executable, "-c", _REAL, str(tmp_path / "data"), str(report)],

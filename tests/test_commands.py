@@ -13,7 +13,7 @@ from toy import call, examples, prepared
 from transformer_jax.__main__ import main
 from transformer_jax.data import SOURCES
 from transformer_jax.decoding import Status
-from transformer_jax.inference import Decoder, Output, load_decoder
+from transformer_jax.inference import Output, TrainedModel, load_model
 from transformer_jax.metrics import ErrorRates
 from transformer_jax.runs import open_run
 
@@ -98,7 +98,7 @@ def metrics_of(workdir):
     ]
 
 
-def refused(called, *words, code=2):
+def assert_refused(called, *words, code=2):
     """One clear complaint, nothing on standard output, no traceback."""
     assert "Traceback" not in called.err
     assert (called.code, called.out) == (code, ""), called.err
@@ -158,7 +158,7 @@ def test_finished_run_has_nothing_to_do(data, trained, copied):
 
 def test_finished_run_is_extended_when_that_is_allowed(data, copied):
     more = {**TRAINED, "train.steps": 125}
-    complaint = refused(train(data, copied, **more), "train.steps: 120 -> 125")
+    complaint = assert_refused(train(data, copied, **more), "train.steps: 120 -> 125")
     flag = "--allow_config_change=train.steps"
     assert flag in complaint
     called = train(data, copied, flag, **more)
@@ -170,7 +170,7 @@ def test_finished_run_is_extended_when_that_is_allowed(data, copied):
 @pytest.mark.parametrize("allowed", ["train.learning_rate", "train"])
 def test_changed_setting_is_accepted_by_name_or_section(data, copied, allowed):
     changed = {**TRAINED, "train.learning_rate": 0.5}
-    refused(train(data, copied, **changed), "train.learning_rate: 0.01 -> 0.5")
+    assert_refused(train(data, copied, **changed), "train.learning_rate: 0.01 -> 0.5")
     called = train(data, copied, f"--allow_config_change={allowed}", **changed)
     assert called.code == 0, called.err
     saved = json.loads((copied / "config.json").read_text())
@@ -185,19 +185,19 @@ def test_evaluate_counts_every_example_once(trained):
     called = call("evaluate", f"--workdir={workdir}", "--samples=5")
     assert called.code == 0, called.err
     result = json.loads(called.out)
-    decoder = load_decoder(open_run(workdir))
+    model = load_model(open_run(workdir))
     rates = ErrorRates()
     test = examples("", "test")
     # One at a time: neither batches nor chunks are those of the command.
     for example, output in zip(
-        test, [decoder.decode([each.source])[0] for each in test], strict=True
+        test, [model.decode([each.source])[0] for each in test], strict=True
     ):
         rates.add(output.text.split(), [r.split() for r in example.references])
     expected = rates.result()
     assert expected["words"] == len(test) == result["words"]
     assert {name: result[name] for name in expected} == expected
     assert 0 < result["wer"] < 90, "the toy run must have learnt some words, not all"
-    assert (result["split"], result["step"]) == ("test", decoder.step)
+    assert (result["split"], result["step"]) == ("test", model.step)
     table = called.err.splitlines()[-6:]
     assert table[0].split() == ["source", "reference", "prediction"]
 
@@ -329,7 +329,7 @@ def test_full_disk_under_standard_output_is_reported(trained):
 def test_closed_standard_input_is_refused(trained, monkeypatch):
     monkeypatch.setattr("toy.main", without_stdin)
     called = call("decode", f"--workdir={trained[0]}")
-    refused(called, "standard input is closed", "--input")
+    assert_refused(called, "standard input is closed", "--input")
 
 
 def without_stdin(arguments):
@@ -372,7 +372,7 @@ def test_usage_is_shown():
 def test_bad_command_line_is_refused(arguments, words, tmp_path):
     names = {"tmp": tmp_path, "config": f"--config={TOY}"}
     arguments = [argument.format(**names) for argument in arguments]
-    refused(call(*arguments), *(word.format(**names) for word in words))
+    assert_refused(call(*arguments), *(word.format(**names) for word in words))
     assert not (tmp_path / "run").exists()
 
 
@@ -390,7 +390,7 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(text + "\n")
     called = call("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
-    refused(called, "mine.py", word)
+    assert_refused(called, "mine.py", word)
     assert not (tmp_path / "run").exists()
 
 
@@ -417,7 +417,7 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
     ],
 )
 def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
-    refused(train(data, tmp_path / "run", **{setting: value}), *words)
+    assert_refused(train(data, tmp_path / "run", **{setting: value}), *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -441,7 +441,7 @@ def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
 )
 def test_bad_use_of_a_run_is_refused(trained, command, flags, words, code):
     called = call(command, f"--workdir={trained[0]}", *flags)
-    refused(called, *words, code=code)
+    assert_refused(called, *words, code=code)
 
 
 def damage(workdir, name, text):
@@ -462,8 +462,8 @@ def damage(workdir, name, text):
 )
 def test_damaged_run_is_refused(data, copied, name, text, words):
     damage(copied, name, text)
-    refused(call("decode", f"--workdir={copied}"), *words)
-    refused(train(data, copied, **TRAINED), *words)
+    assert_refused(call("decode", f"--workdir={copied}"), *words)
+    assert_refused(train(data, copied, **TRAINED), *words)
 
 
 def test_vocabulary_of_another_run_is_refused(data, copied):
@@ -471,17 +471,19 @@ def test_vocabulary_of_another_run_is_refused(data, copied):
     vocabulary = json.loads(path.read_text())
     vocabulary["symbols"][-1] = "z"
     path.write_text(json.dumps(vocabulary))
-    refused(call("decode", f"--workdir={copied}"), "vocabulary", "step")
-    refused(train(data, copied, **TRAINED), "vocabulary", "does not fit the data")
+    assert_refused(call("decode", f"--workdir={copied}"), "vocabulary", "step")
+    assert_refused(
+        train(data, copied, **TRAINED), "vocabulary", "does not fit the data"
+    )
     vocabulary["symbols"].append("y")
     path.write_text(json.dumps(vocabulary))
-    refused(call("evaluate", f"--workdir={copied}"), "8 source symbols", "has 9")
-    refused(train(data, copied, **TRAINED), "9")
+    assert_refused(call("evaluate", f"--workdir={copied}"), "8 source symbols", "has 9")
+    assert_refused(train(data, copied, **TRAINED), "9")
 
 
 def test_run_without_checkpoint_is_refused(copied):
     shutil.rmtree(copied / "checkpoints")
-    refused(call("evaluate", f"--workdir={copied}"), "no checkpoint", code=1)
+    assert_refused(call("evaluate", f"--workdir={copied}"), "no checkpoint", code=1)
 
 
 def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
@@ -497,13 +499,15 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
 
 def test_working_directory_below_a_file_is_refused(data, tmp_path):
     (tmp_path / "file").write_text("mine")
-    refused(quick(data, tmp_path / "file" / "run"), "--workdir", "Not a directory")
+    assert_refused(
+        quick(data, tmp_path / "file" / "run"), "--workdir", "Not a directory"
+    )
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
     output = Output("x\ny", Status.OK, "", 0.0)
-    monkeypatch.setattr(Decoder, "decode", lambda _, texts: [output] * len(texts))
+    monkeypatch.setattr(TrainedModel, "decode", lambda _, texts: [output] * len(texts))
     assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
 
 
@@ -511,7 +515,7 @@ def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
 def test_input_that_breaks_off_is_reported(trained):
     # It opens, but its first page cannot be read.
     called = call("decode", f"--workdir={trained[0]}", "--input=/proc/self/mem")
-    refused(called, "Input/output error", code=1)
+    assert_refused(called, "Input/output error", code=1)
 
 
 # --- check -----------------------------------------------------------------------

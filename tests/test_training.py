@@ -168,7 +168,8 @@ def test_evaluation_has_neither_dropout_nor_smoothing():
 
 def test_first_parameters_do_not_depend_on_the_devices():
     one, eight = (jax.device_get(first_state(n).params) for n in (1, 8))
-    jax.tree.map(np.testing.assert_array_equal, one, eight)
+    for name, leaf in _named(one).items():
+        np.testing.assert_array_equal(_named(eight)[name], leaf, err_msg=name)
 
 
 def _named(tree):

@@ -55,11 +55,11 @@ class Writer:
         )
 
     def latest(self) -> int | None:
-        """Returns the highest step, the one being saved included."""
+        """Return the highest step, the one being saved included."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, record: Any) -> None:
-        """Copies the state to the host and starts to write it; call `wait` before."""
+        """Copy the state to the host and start to write it; call `wait` before."""
         self._saving = step
         items = {
             STATE: ocp.args.PyTreeSave(state),
@@ -69,7 +69,7 @@ class Writer:
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
-        """Waits for the save in progress and raises what went wrong in it."""
+        """Wait for the save in progress and raise what went wrong in it."""
         try:
             self._manager.wait_until_finished()
         except Exception:
@@ -78,7 +78,7 @@ class Writer:
             raise
 
     def set_aside(self, steps: Collection[int]) -> None:
-        """Renames steps that cannot be read, which else would count as the latest."""
+        """Rename steps that cannot be read, which else would count as the latest."""
         if jax.process_index() == 0:
             for step in steps:
                 aside = self._directory / f"unreadable-{step}"
@@ -89,11 +89,11 @@ class Writer:
         self._manager.reload()
 
     def close(self) -> None:
-        """Releases what Orbax holds; call `wait` before."""
+        """Release what Orbax holds; call `wait` before."""
         self._manager.close()
 
     def _seal(self) -> None:
-        """Lists the files, while the folder still has its temporary name."""
+        """List the files, while the folder still has its temporary name."""
         for folder in self._directory.glob(f"{self._saving}*"):
             if folder.name.partition(".")[0] == str(self._saving):
                 fingerprints = {
@@ -116,12 +116,12 @@ class _Keep:
 
 
 def read_record(folder: epath.Path) -> dict:
-    """Returns a step's JSON record."""
+    """Return a step's JSON record."""
     return json.loads((folder / RECORD / RECORD).read_text())
 
 
 def require_whole(folder: epath.Path) -> None:
-    """Raises ValueError unless every file of a step is as it was written."""
+    """Raise ValueError unless every file of a step is as it was written."""
     if not (folder / FILES).exists():
         raise ValueError(f"{FILES} is missing: the save was never finished")
     for name, written in json.loads((folder / FILES).read_text()).items():
@@ -135,7 +135,7 @@ def require_whole(folder: epath.Path) -> None:
 
 
 def read_state(folder: epath.Path, wanted: PyTree) -> PyTree:
-    """Returns the wanted leaves on their shardings; other leaves are not read."""
+    """Return the wanted leaves on their shardings; other leaves are not read."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -195,7 +195,7 @@ class _NotClosedLoop:
 
 
 def silence_orbax() -> None:
-    """Keeps what Orbax logs and its threads print off the terminal; done once."""
+    """Keep what Orbax logs and its threads print off the terminal; done once."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(item, _NotOrbax) for item in logger.filters):

@@ -89,7 +89,7 @@ class Checkpoints:
             _log.warning("%s", error)
 
     def close(self) -> None:
-        """Waits for the last save; afterwards the directory can only be read.
+        """Wait for the last save; afterwards the directory can only be read.
 
         Raises:
             CheckpointError: the last save failed.
@@ -109,7 +109,7 @@ class Checkpoints:
         *,
         metrics: dict[str, float] | None = None,
     ) -> None:
-        """Copies the state to the host and saves it in the background.
+        """Copy the state to the host and save it in the background.
 
         The caller may donate the arrays once this returns. A step that this run has
         saved already, or goes on from, is left as it is.
@@ -147,7 +147,7 @@ class Checkpoints:
         self._own.add(step)
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete.
+        """Wait until the save in progress is complete.
 
         Raises:
             CheckpointError: it failed.
@@ -157,20 +157,20 @@ class Checkpoints:
                 self._writer.wait()
 
     def steps(self) -> list[int]:
-        """Returns the steps in the directory, rising; an unfinished save is none."""
+        """Return the steps in the directory, rising; an unfinished save is none."""
         if not self.directory.exists():
             return []
         names = (path.name for path in self.directory.iterdir())
         return sorted(int(name) for name in names if name.isdecimal())
 
     def best_step(self) -> int | None:
-        """Returns the step of the lowest metric, or None if no step has it."""
+        """Return the step of the lowest metric, or None if no step has it."""
         return self._best(self.steps())
 
     def restore(
         self, abstract_state: PyTree, *, step: int | None = None
     ) -> Restored | None:
-        """Reads the newest whole checkpoint, or that of one step.
+        """Read the newest whole checkpoint, or that of one step.
 
         Damaged and unfinished checkpoints are passed over with a warning each.
 
@@ -194,7 +194,7 @@ class Checkpoints:
     def restore_params(
         self, abstract_params: PyTree, *, step: int | Literal["best"] | None = None
     ) -> Restored:
-        """Reads the entry `params` of a saved state alone, whatever else it holds.
+        """Read the entry `params` of a saved state alone, whatever else it holds.
 
         Args:
             abstract_params: as in `restore`.
@@ -212,7 +212,7 @@ class Checkpoints:
     def _read(
         self, wanted: PyTree, asked: int | str | None, part: str = ""
     ) -> Restored | None:
-        """Reads the first choice that is whole: its leaves below `part`."""
+        """Read the first choice that is whole: its leaves below `part`."""
         self.wait()
         choices = [asked] if isinstance(asked, int) else self.steps()[::-1]
         if asked == "best":
@@ -264,7 +264,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failures(self, deed: str) -> Iterator[None]:
-        """Turns what Orbax raises into one line that says what is left."""
+        """Turn what Orbax raises into one line that says what is left."""
         try:
             yield
         except Exception as error:
@@ -290,7 +290,7 @@ def _leaves(state: PyTree) -> dict[str, str]:
 def _require_same_leaves(
     saved: dict[str, str], wanted: PyTree, part: str, folder: epath.Path
 ) -> None:
-    """Raises CheckpointError at the first leaf that differs; Orbax would cast it."""
+    """Raise CheckpointError at the first leaf that differs; Orbax would cast it."""
     now = _leaves(wanted)
     saved = {k: v for k, v in saved.items() if part in ("", k.partition("/")[0])}
     for path in [*now, *saved]:
@@ -308,7 +308,7 @@ def _metric(metrics: dict[str, float], name: str) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """Says in a few words why a save failed."""
+    """Say in a few words why a save failed."""
     if os.strerror(errno.ENOSPC) in str(error):
         return "no space left on the device, free some and start again"
     return first_line(error)

@@ -33,7 +33,7 @@ class _Checked:
 
 
 def _check(name: str, value: Any, item: dataclasses.Field) -> None:
-    """Raises ConfigError unless `value` has the default's type and keeps the rule."""
+    """Raise ConfigError unless `value` has the default's type and keeps the rule."""
     wanted = type(item.default)
     if wanted is float and type(value) is int:
         value = float(value)
@@ -195,17 +195,17 @@ SECTIONS = {item.name: item.default_factory for item in dataclasses.fields(Confi
 
 
 def default_config() -> ml_collections.ConfigDict:
-    """Returns every setting at its default, to be changed by a config file."""
+    """Return every setting at its default, to be changed by a config file."""
     return ml_collections.ConfigDict(to_dict(Config())).lock()
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the settings as plain nested dictionaries, ready for JSON."""
+    """Return the settings as plain nested dictionaries, ready for JSON."""
     return dataclasses.asdict(config)
 
 
 def from_config_dict(settings: Any) -> Config:
-    """Builds the checked records from nested mappings of settings.
+    """Build the checked records from nested mappings of settings.
 
     Missing fields take their defaults, so a working directory written by an older
     version still opens.

@@ -39,8 +39,8 @@ class Output(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """A trained model, ready to decode; make one with `load_decoder`."""
+class TrainedModel:
+    """A trained model, ready to decode; make one with `load_model`."""
 
     run: Run
     step: int
@@ -173,7 +173,7 @@ def make_step_fn(
     return step_fn
 
 
-def load_decoder(run: Run, *, step: int | str | None = "best") -> Decoder:
+def load_model(run: Run, *, step: int | str | None = "best") -> TrainedModel:
     """Read a run's parameters.
 
     Args:
@@ -189,4 +189,4 @@ def load_decoder(run: Run, *, step: int | str | None = "best") -> Decoder:
     restored = run.checkpoints(read_only=True).restore_params(wanted, step=step)
     run.require_vocabulary_of(restored)
     params = jax.device_put(restored.state, replicated(mesh))
-    return Decoder(run, restored.step, params, mesh)
+    return TrainedModel(run, restored.step, params, mesh)

@@ -21,7 +21,7 @@ _START = np.uint32(0x9E3779B9)
 
 
 def length_mask(lengths: ArrayLike, size: int) -> Bool[Array, "B size"]:
-    """Marks the valid positions of padded rows.
+    """Mark the valid positions of padded rows.
 
         length_mask([2, 0, 3], 4)
         1 1 . .
@@ -45,7 +45,7 @@ def length_mask(lengths: ArrayLike, size: int) -> Bool[Array, "B size"]:
 def segment_mask(
     query_segment_ids: ArrayLike, key_segment_ids: ArrayLike
 ) -> Bool[Array, "B 1 T S"]:
-    """Lets positions attend within their own segment; segment 0 is padding.
+    """Let positions attend within their own segment; segment 0 is padding.
 
         segment_mask([[1, 1, 2, 0]], [[1, 2, 2, 0, 0]])
         1 . . . .
@@ -81,7 +81,7 @@ def _integers(name: str, values: ArrayLike) -> Array:
 
 
 def hashed_keep(key: Any, rate: float | int, *indices: ArrayLike) -> Bool[Array, "..."]:
-    """Decides by a hash of the indices what dropout keeps: True with chance 1 - rate.
+    """Decide by a hash of the indices what dropout keeps: True with chance 1 - rate.
 
         h = mix(... mix(mix(key) ^ index_1) ... ^ index_n);  keep = h >= rate * 2^32
 
@@ -112,7 +112,7 @@ def hashed_keep(key: Any, rate: float | int, *indices: ArrayLike) -> Bool[Array,
 
 
 def hashed_dropout(x: ArrayLike, key: Any, rate: float | int) -> Float[Array, "..."]:
-    """Zeroes elements with chance `rate` and scales the others by 1 / (1 - rate).
+    """Zero elements with chance `rate` and scale the others by 1 / (1 - rate).
 
     Elements are hashed by (row, column), the column being the last axis: far cheaper
     than drawing random bits, and equal under any sharding (Srivastava et al. 2014 for
@@ -146,7 +146,7 @@ def hashed_dropout(x: ArrayLike, key: Any, rate: float | int) -> Float[Array, ".
 
 
 def check_dropout(rate: Any, key: Any) -> None:
-    """Raises unless `rate` is a number in [0, 1) and a positive rate has its key."""
+    """Raise unless `rate` is a number in [0, 1) and a positive rate has its key."""
     if not isinstance(rate, numbers.Real):
         raise TypeError(
             f"the dropout rate must be a Python number, not {type(rate).__name__}"

@@ -13,7 +13,7 @@ Symbols = Sequence[Any] | np.ndarray
 
 
 def edit_distance(first: Symbols, second: Symbols) -> int:
-    """Counts the fewest insertions, deletions and substitutions between sequences.
+    """Count the fewest insertions, deletions and substitutions between sequences.
 
     d(i, j) = min(d(i-1, j) + 1, d(i, j-1) + 1, d(i-1, j-1) + [a_i != b_j])
 
@@ -31,7 +31,7 @@ def edit_distance(first: Symbols, second: Symbols) -> int:
 
 
 def word_error(hypothesis: Symbols, references: Sequence[Symbols]) -> int:
-    """Returns 0 if the hypothesis equals any reference, else 1.
+    """Return 0 if the hypothesis equals any reference, else 1.
 
     The rule of CMUSphinx g2p-seq2seq (`calc_errors` in g2p.py): each pronunciation
     that the dictionary lists counts as right.
@@ -47,7 +47,7 @@ def word_error(hypothesis: Symbols, references: Sequence[Symbols]) -> int:
 def phoneme_errors(
     hypothesis: Symbols, references: Sequence[Symbols]
 ) -> tuple[int, int]:
-    """Returns (edit distance to the nearest reference, that reference's length).
+    """Return (edit distance to the nearest reference, that reference's length).
 
     Nearest means the smallest distance; of several it is the first.
 
@@ -70,7 +70,7 @@ class ErrorRates:
         self._words = self._wrong = self._errors = self._symbols = 0
 
     def add(self, hypothesis: Symbols, references: Sequence[Symbols]) -> None:
-        """Counts one example's best hypothesis; an empty one is simply wrong."""
+        """Count one example's best hypothesis; an empty one is simply wrong."""
         errors, symbols = phoneme_errors(hypothesis, references)
         self._words += 1
         # A distance of 0 is the same as equality with any reference.
@@ -79,7 +79,7 @@ class ErrorRates:
         self._symbols += symbols
 
     def result(self) -> dict[str, float]:
-        """Returns `wer` and `per` in percent, and `words`, the number of examples.
+        """Return `wer` and `per` in percent, and `words`, the number of examples.
 
         Raises:
             ValueError: nothing was added.
@@ -100,5 +100,5 @@ def _check(references: Sequence[Symbols]) -> None:
 
 
 def _plain(symbols: Symbols) -> list[Any]:
-    """Lists compare as a whole, which arrays do not."""
+    """List compare as a whole, which arrays do not."""
     return symbols.tolist() if isinstance(symbols, np.ndarray) else list(symbols)

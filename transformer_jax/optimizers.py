@@ -59,7 +59,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _matrices(params: PyTree) -> PyTree:
-    """Marks kernels and embeddings; by name, since scanned biases are matrices too."""
+    """Mark kernels and embeddings; by name, since scanned biases are matrices too."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )

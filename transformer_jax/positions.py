@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 def sinusoidal(
     positions: ArrayLike, width: int, *, max_wavelength: float = 10000.0
 ) -> Float32[Array, "... width"]:
-    """Encodes positions as sines and cosines of falling frequency, interleaved.
+    """Encode positions as sines and cosines of falling frequency, interleaved.
 
         PE(p, 2i) = sin(p / max_wavelength^(2i / width))
         PE(p, 2i + 1) = cos(p / max_wavelength^(2i / width))

@@ -14,17 +14,17 @@ ABSENT = "absent"
 
 
 def is_local(path: Any) -> bool:
-    """Tells a path of this machine from an object store's, such as `gs://bucket`."""
+    """Tell a path of this machine from an object store's, such as `gs://bucket`."""
     return "://" not in os.fspath(path)
 
 
 def write_json(path: Any, value: Any) -> None:
-    """Writes `value` as JSON, whole or not at all; see `write_text`."""
+    """Write `value` as JSON, whole or not at all; see `write_text`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_text(path: Any, text: str) -> None:
-    """Writes a file so that a reader sees the old one or the new one whole.
+    """Write a file so that a reader sees the old one or the new one whole.
 
     Args:
         path: local file or `gs://` object; its folder exists.
@@ -46,7 +46,7 @@ def write_text(path: Any, text: str) -> None:
 
 
 def require_writable(workdir: Any) -> None:
-    """Creates the working directory and proves by writing that it can be written.
+    """Create the working directory and prove by writing that it can be written.
 
     Raises:
         ConfigError: it is no directory, cannot be created or cannot be written.
@@ -66,13 +66,13 @@ def require_writable(workdir: Any) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error says, cut to one line of bearable length."""
+    """Return what an error says, cut to one line of bearable length."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= 200 else line[:200] + "..."
 
 
 def config_changes(saved: dict, now: dict) -> list[str]:
-    """Lists what differs between two nested configurations, one line a key.
+    """List what differs between two nested configurations, one line a key.
 
     Lists and tuples are equal, as JSON knows no tuples.
 
@@ -89,7 +89,7 @@ def config_changes(saved: dict, now: dict) -> list[str]:
 
 
 def refuse_changes(saved: dict, now: dict, allowed: Collection[str]) -> None:
-    """Raises unless the configuration is the saved one, up to the allowed keys.
+    """Raise unless the configuration is the saved one, up to the allowed keys.
 
     Args:
         saved: nested configuration of the run in the working directory.

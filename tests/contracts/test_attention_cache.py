@@ -16,7 +16,7 @@ DECODING = [
 
 
 def decode(name, arrays, cache, **call):
-    """Scans `step` over the positions of query, key and value."""
+    """Scan `step` over the positions of query, key and value."""
     step = attention.ATTENTION[name].step
 
     def body(cache, position):

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 def check_heads(
     query: ArrayLike, key: ArrayLike, value: ArrayLike
 ) -> tuple[Array, Array, Array, Sizes]:
-    """Returns query `[B, T, N, H]`, key, value `[B, S, K, ...]` and the sizes.
+    """Return query `[B, T, N, H]`, key, value `[B, S, K, ...]` and the sizes.
 
     Raises:
         TypeError: they are not floating, or not of one dtype.
@@ -81,7 +81,7 @@ def check_heads(
 
 
 def check_bias(bias: Any, sizes: Sizes, query_offset: int) -> Array | None:
-    """Returns the bias with four axes that broadcast to `[B, N, T, S]`, or None.
+    """Return the bias with four axes that broadcast to `[B, N, T, S]`, or None.
 
     A callable is evaluated on the positions of all rows `[T, 1]` and columns `[1, S]`.
     """
@@ -113,7 +113,7 @@ def merge_masks(
     key_value_segment_ids: ArrayLike | None,
     query_offset: int,
 ) -> Bool[Array | np.ndarray, "..."] | None:
-    """Returns the allowed edges, broadcastable to `[B, N, T, S]`; None allows all.
+    """Return the allowed edges, broadcastable to `[B, N, T, S]`; None allows all.
 
     The smallest masks are merged first, and no axis is spread that no mask needs. What
     is static stays a NumPy constant: faster on a CPU than comparing positions anew.
@@ -153,7 +153,7 @@ def merge_masks(
 
 
 def check_offset(query_offset: Any) -> int:
-    """Returns the offset as a Python int; it is static and not negative."""
+    """Return the offset as a Python int; it is static and not negative."""
     try:
         offset = operator.index(query_offset)
     except TypeError:

@@ -44,7 +44,7 @@ def init_cache(
     pattern: Any = None,
     value_width: int | None = None,
 ) -> Cache:
-    """Returns an empty cache for `step`.
+    """Return an empty cache for `step`.
 
     Args:
         batch: rows B.
@@ -83,7 +83,7 @@ def step(
     bias: Any = None,
     scale: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
-    """Appends one position to each row and attends to all that the row holds.
+    """Append one position to each row and attend to all that the row holds.
 
     Equals row `cache.position` of causal `dot_product_attention` over the whole
     sequence. Rows may stand at different positions.
@@ -126,7 +126,7 @@ def step(
 
 
 def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
-    """Raises unless one position a row comes in, as the cache was made for."""
+    """Raise unless one position a row comes in, as the cache was made for."""
     if query.ndim != 4 or query.shape[1] != 1:
         raise ValueError(
             f"a step takes one query a row, [B, 1, N, H], not {query.shape}"
@@ -144,7 +144,7 @@ def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
 
 @jax.vmap
 def _write(slots: Array, new: Array, position: Array) -> Array:
-    """Sets each row's slot; past the end nothing is written.
+    """Set each row's slot; past the end nothing is written.
 
     A scatter costs half of a select over all slots on a CPU, and is done in place.
     """

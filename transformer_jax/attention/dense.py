@@ -36,7 +36,7 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Lets each query take the mean of the values, weighted by a softmax over keys.
+    """Let each query take the mean of the values, weighted by a softmax over keys.
 
         s[t, j] = scale * q[t] . k[j] + bias[t, j]
         output[t] = sum_j softmax_j(s[t, j] over the allowed j) v[j]
@@ -129,7 +129,7 @@ def dot_product_attention(
 def kept_edges(
     key: Any, rate: float | int, sizes: arguments.Sizes, query_offset: int
 ) -> Bool[Array, "B N T S"]:
-    """Marks the edges that dropout keeps, by (b, n, i, j) with the position i."""
+    """Mark the edges that dropout keeps, by (b, n, i, j) with the position i."""
     b, n, t, j = (
         jnp.arange(size, dtype=jnp.int32).reshape(
             [-1 if at == axis else 1 for at in range(4)]
@@ -140,7 +140,7 @@ def kept_edges(
 
 
 def _check_implementation(implementation: str | None, block_size: int | None) -> None:
-    """Raises unless the reference is asked for, in a way that it can serve."""
+    """Raise unless the reference is asked for, in a way that it can serve."""
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"unknown implementation {implementation!r}: the legal ones are None, "

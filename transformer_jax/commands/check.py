@@ -20,7 +20,7 @@ from absl import flags
 from transformer_jax.checkpoints import CheckpointError
 from transformer_jax.config import ConfigError, DataConfig
 from transformer_jax.data import SOURCES, data_directory
-from transformer_jax.inference import load_decoder
+from transformer_jax.inference import load_model
 from transformer_jax.run_directory import require_writable
 from transformer_jax.runs import Run, open_run, read_config
 
@@ -136,5 +136,5 @@ def _workdir(workdir: str) -> Iterator[Finding]:
     require_writable(workdir)
     steps = opened.checkpoints(read_only=True).steps()
     yield Finding("checkpoints", f"steps {steps}")
-    decoder = load_decoder(opened, step=None)
-    yield Finding("newest readable checkpoint", f"step {decoder.step}")
+    trained = load_model(opened, step=None)
+    yield Finding("newest readable checkpoint", f"step {trained.step}")

@@ -27,7 +27,7 @@ from transformer_jax.commands.flags import (
 )
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding import Status
-from transformer_jax.inference import Decoder, Output, load_decoder
+from transformer_jax.inference import Output, TrainedModel, load_model
 from transformer_jax.runs import open_run
 
 # Lines decoded together at most; enough to fill batches of every length.
@@ -47,12 +47,12 @@ def run(values: flags.FlagValues, output: IO[str]) -> None:
     """Decode lines to `output`."""
     with _opened(values.input) as source:
         opened = open_run(values.workdir, read_settings(values))
-        decoder = load_decoder(opened, step=read_checkpoint(values))
-        counts = _decode_lines(decoder, source, output)
+        trained = load_model(opened, step=read_checkpoint(values))
+        counts = _decode_lines(trained, source, output)
     summary = {
         "lines": sum(counts.values()),
         **{status.name.lower(): counts[status] for status in Status if counts[status]},
-        "step": decoder.step,
+        "step": trained.step,
     }
     print(json.dumps(summary), file=sys.stderr)
 
@@ -69,12 +69,12 @@ def _opened(path: str | None) -> IO[bytes]:
 
 
 def _decode_lines(
-    decoder: Decoder, source: IO[bytes], output: IO[str]
+    trained: TrainedModel, source: IO[bytes], output: IO[str]
 ) -> Counter[Status]:
     counts: Counter[Status] = Counter()
     for lines in _available(source):
         texts = [line.decode("utf-8", errors="replace") for line in lines]
-        for line, result in zip(lines, decoder.decode(texts), strict=True):
+        for line, result in zip(lines, trained.decode(texts), strict=True):
             result = _checked(line, result)
             counts[result.status] += 1
             if result.status != Status.OK:

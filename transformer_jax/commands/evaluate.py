@@ -20,7 +20,7 @@ from transformer_jax.commands.flags import (
     read_settings,
 )
 from transformer_jax.data import Example, data_directory
-from transformer_jax.inference import Output, load_decoder
+from transformer_jax.inference import Output, load_model
 from transformer_jax.metrics import ErrorRates
 from transformer_jax.runs import open_run
 
@@ -47,14 +47,14 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
 def run(values: flags.FlagValues) -> dict[str, Any]:
     """Evaluate; return the metrics."""
     opened = open_run(values.workdir, read_settings(values))
-    decoder = load_decoder(opened, step=read_checkpoint(values))
+    trained = load_model(opened, step=read_checkpoint(values))
     directory = data_directory(opened.config.data.directory)
     examples = opened.source.examples(str(directory), values.split)
     began = time.perf_counter()
     outputs: list[Output] = []
     for start in range(0, len(examples), CHUNK):
         part = examples[start : start + CHUNK]
-        outputs += decoder.decode([example.source for example in part])
+        outputs += trained.decode([example.source for example in part])
         print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - began
     rates = ErrorRates()
@@ -65,7 +65,7 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     return {
         **rates.result(),
         "split": values.split,
-        "step": decoder.step,
+        "step": trained.step,
         "seconds": round(seconds, 1),
     }
 

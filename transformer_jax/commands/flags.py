@@ -102,7 +102,7 @@ def define_checkpoint(values: flags.FlagValues) -> None:
 
 
 def read_checkpoint(values: flags.FlagValues) -> int | str | None:
-    """Return --checkpoint as `load_decoder` takes it."""
+    """Return --checkpoint as `load_model` takes it."""
     name = values.checkpoint
     if name in ("best", "latest"):
         return None if name == "latest" else name

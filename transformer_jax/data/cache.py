@@ -44,7 +44,7 @@ class TokenCache:
     """
 
     def __init__(self, folder: PathLike) -> None:
-        """Opens a folder that `open_cache` built.
+        """Open a folder that `open_cache` built.
 
         Raises:
             OSError, ValueError: the folder is missing, incomplete or damaged.
@@ -93,28 +93,28 @@ class TokenCache:
         return np.searchsorted(self._pair_example, np.arange(self.num_examples + 1))
 
     def source(self, example: int) -> np.ndarray:
-        """Returns the int32 ids of an example's source."""
+        """Return the int32 ids of an example's source."""
         start, stop = self._source_offsets[example : example + 2]
         return np.asarray(self._source_tokens[start:stop], np.int32)
 
     def target(self, pair: int) -> np.ndarray:
-        """Returns the int32 ids of a pair's reference."""
+        """Return the int32 ids of a pair's reference."""
         start, stop = self._target_offsets[pair : pair + 2]
         return np.asarray(self._target_tokens[start:stop], np.int32)
 
     def example_of(self, pair: Any) -> Any:
-        """Returns the example of a pair, or of each in an array of pairs."""
+        """Return the example of a pair, or of each in an array of pairs."""
         return self._pair_example[pair]
 
     def references(self, example: int) -> list[np.ndarray]:
-        """Returns the ids of all references of an example, in order."""
+        """Return the ids of all references of an example, in order."""
         first, stop = self.first_pairs[example : example + 2]
         return [self.target(pair) for pair in range(first, stop)]
 
     def padded_sources(
         self, examples: np.ndarray, length: int, pad: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 `[B, length]` sources and `[B]` lengths; -1 gives pads alone.
+        """Return int32 `[B, length]` sources and `[B]` lengths; -1 gives pads alone.
 
         Raises:
             ValueError: a source is longer than `length`.
@@ -124,7 +124,7 @@ class TokenCache:
     def padded_targets(
         self, pairs: np.ndarray, length: int, pad: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 `[B, length]` references and `[B]` lengths, likewise."""
+        """Return int32 `[B, length]` references and `[B]` lengths, likewise."""
         return _padded(self._target_tokens, self._target_offsets, pairs, length, pad)
 
 
@@ -137,7 +137,7 @@ def open_cache(
     source_tokenizer: Tokenizer,
     target_tokenizer: Tokenizer,
 ) -> TokenCache:
-    """Opens the cache of a split, and builds it first when there is none.
+    """Open the cache of a split, and build it first when there is none.
 
     The folder's name depends on all arguments except what `examples` returns, so other
     contents need another `name`. A damaged cache is built again, with a warning.
@@ -189,7 +189,7 @@ def _build(
     source_tokenizer: Tokenizer,
     target_tokenizer: Tokenizer,
 ) -> None:
-    """Writes the columns one example at a time, then the description."""
+    """Write the columns one example at a time, then the description."""
     types = (
         np.min_scalar_type(source_tokenizer.vocabulary.size - 1),
         np.int64,
@@ -243,14 +243,14 @@ class _Column:
         self._write_header()
 
     def append(self, values: Any) -> None:
-        """Adds values at the end."""
+        """Add values at the end."""
         data = np.asarray(values, self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
         self.length += len(values)
 
     def close(self) -> None:
-        """Completes the header and puts the file on disk."""
+        """Complete the header and put the file on disk."""
         with self._file as file:
             file.seek(0)
             self._write_header()
@@ -272,7 +272,7 @@ class _Column:
 
 
 def _mapped(path: pathlib.Path) -> np.ndarray:
-    """Opens a flat array without reading it."""
+    """Open a flat array without reading it."""
     column = np.load(path, mmap_mode="r")
     if column.ndim != 1:
         raise ValueError(f"{path.name} is no flat array")
@@ -283,7 +283,7 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
 def _padded(
     tokens: np.ndarray, offsets: np.ndarray, rows: np.ndarray, length: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gathers ragged rows into int32 `[B, length]`, and tells their lengths `[B]`."""
+    """Gather ragged rows into int32 `[B, length]`, and tell their lengths `[B]`."""
     starts = offsets[np.maximum(rows, 0)]
     sizes = offsets[np.where(rows < 0, 0, rows + 1)] - starts
     if sizes.size and sizes.max() > length:
@@ -299,20 +299,20 @@ def _padded(
 
 
 def _beside(folder: pathlib.Path) -> pathlib.Path:
-    """Makes a new folder on the same disk; `tempfile` would hide it from others."""
+    """Make a new folder on the same disk; `tempfile` would hide it from others."""
     path = folder.with_name(f"{folder.name}.{os.getpid()}.{secrets.token_hex(4)}")
     path.mkdir()
     return path
 
 
 def _flush(file: Any) -> None:
-    """Puts a file's contents on disk, so that a later rename cannot precede them."""
+    """Put a file's contents on disk, so that a later rename cannot precede them."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Takes a folder away in one step, then deletes it."""
+    """Take a folder away in one step, then delete it."""
     away = _beside(folder)
     try:
         folder.rename(away / "cache")

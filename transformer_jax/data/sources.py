@@ -52,7 +52,7 @@ SOURCES = {
 
 
 def data_directory(setting: str) -> pathlib.Path:
-    """Returns where data sets are kept: the setting, or the user's cache folder."""
+    """Return where data sets are kept: the setting, or the user's cache folder."""
     if setting:
         return pathlib.Path(setting).expanduser()
     # The XDG specification has relative paths ignored.

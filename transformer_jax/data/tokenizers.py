@@ -69,13 +69,13 @@ class Vocabulary:
         return (self.pad_id, self.bos_id, self.end_id, self.unk_id)
 
     def to_json(self) -> str:
-        """Returns the vocabulary as one canonical line of ASCII JSON."""
+        """Return the vocabulary as one canonical line of ASCII JSON."""
         fields = dataclasses.asdict(self)
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Vocabulary":
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ValueError: the text is damaged or describes no vocabulary.
@@ -93,11 +93,11 @@ class Vocabulary:
         return cls(symbols=tuple(symbols), **fields)
 
     def hash(self) -> str:
-        """Returns the SHA-256 of the canonical JSON, in hexadecimal digits."""
+        """Return the SHA-256 of the canonical JSON, in hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode("ascii")).hexdigest()
 
     def save(self, path: PathLike) -> None:
-        """Writes the vocabulary; the file is either the old or the new one, whole."""
+        """Write the vocabulary; the file is either the old or the new one, whole."""
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -112,7 +112,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: PathLike) -> "Vocabulary":
-        """Reads a saved vocabulary.
+        """Read a saved vocabulary.
 
         Raises:
             OSError: the file cannot be read.
@@ -132,14 +132,14 @@ class Tokenizer(Protocol):
     vocabulary: Vocabulary
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32 `[length]` ids, without special symbols.
+        """Return int32 `[length]` ids, without special symbols.
 
         Raises:
             InvalidText: the text is blank or holds an unknown symbol.
         """
 
     def decode(self, ids: Any) -> str:
-        """Returns the text of ids; a special one appears as it is spelled."""
+        """Return the text of ids; a special one appears as it is spelled."""
 
 
 class _TableTokenizer:
@@ -157,11 +157,11 @@ class _TableTokenizer:
 
     @staticmethod
     def split(text: str) -> Iterator[tuple[int, str]]:
-        """Yields (place, symbol); places count from 1."""
+        """Yield (place, symbol); places count from 1."""
         raise NotImplementedError
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32 `[length]` ids, without special symbols."""
+        """Return int32 `[length]` ids, without special symbols."""
         if not text.strip():
             raise InvalidText("empty")
         ids = []
@@ -175,7 +175,7 @@ class _TableTokenizer:
         return np.array(ids, np.int32)
 
     def decode(self, ids: Any) -> str:
-        """Returns the text of ids; a special one appears as it is spelled."""
+        """Return the text of ids; a special one appears as it is spelled."""
         numbers = np.asarray(ids, np.int64)
         size = self.vocabulary.size
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < size:
@@ -191,7 +191,7 @@ class CharacterTokenizer(_TableTokenizer):
 
     @staticmethod
     def split(text: str) -> Iterator[tuple[int, str]]:
-        """Yields (place in the text as given, lower-case character)."""
+        """Yield (place in the text as given, lower-case character)."""
         for place, character in enumerate(text, 1):
             # A few characters become several in lower case.
             for symbol in character.lower():
@@ -205,7 +205,7 @@ class SymbolTokenizer(_TableTokenizer):
 
     @staticmethod
     def split(text: str) -> Iterator[tuple[int, str]]:
-        """Yields (number of the symbol, symbol)."""
+        """Yield (number of the symbol, symbol)."""
         return enumerate(text.split(" "), 1)
 
 
@@ -213,12 +213,12 @@ TOKENIZERS = {"characters": CharacterTokenizer, "symbols": SymbolTokenizer}
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Returns the tokenizer that a vocabulary belongs to."""
+    """Return the tokenizer that a vocabulary belongs to."""
     return TOKENIZERS[vocabulary.kind](vocabulary)
 
 
 def build_vocabulary(kind: str, texts: Iterable[str]) -> Vocabulary:
-    """Collects the symbols of texts, sorted, behind the special ones.
+    """Collect the symbols of texts, sorted, behind the special ones.
 
     Raises:
         InvalidText: a text is blank, has an empty symbol (two spaces in a row), or
@@ -240,5 +240,5 @@ def build_vocabulary(kind: str, texts: Iterable[str]) -> Vocabulary:
 
 
 def _shown(symbol: str) -> str:
-    """Returns a symbol in quotes, harmless in any terminal, cut when long."""
+    """Return a symbol in quotes, harmless in any terminal, cut when long."""
     return ascii(symbol) if len(symbol) <= 20 else ascii(symbol[:20]) + "..."
