@@ -1,14 +1,22 @@
-"""The command line from end to end, on a toy data set: what it does and refuses."""
+"""What the commands do, from end to end, on a toy data set."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from toy import call, examples, prepared
+from command_line import (
+    ROOT,
+    TOY,
+    TRAINED,
+    assert_refused,
+    damage,
+    metrics_of,
+    train,
+)
+from toy import call, examples
 
 from transformer_jax.__main__ import main
 from transformer_jax.data import SOURCES
@@ -17,18 +25,6 @@ from transformer_jax.inference import Output, TrainedModel, load_model
 from transformer_jax.metrics import ErrorRates
 from transformer_jax.runs import open_run
 
-ROOT = Path(__file__).parents[1]
-TOY = ROOT / "tests" / "toy.py"
-# Enough to spell most words; the rest of the output does not end or is wrong.
-TRAINED = {
-    "train.steps": 120,
-    "train.learning_rate": 0.01,
-    "train.warmup": 20,
-    "train.log_every": 30,
-    "train.evaluate_every": 60,
-    "train.save_every": 60,
-    "model.dropout": 0.0,
-}
 # Good and bad lines for `decode`, with what is said of the bad ones.
 GOOD = [b"abc", b"d", b"ABCD", b"bbad", b"ca", b"abc\r"]
 BAD = {
@@ -53,62 +49,6 @@ BAD = {
     b"ab\xff": "INVALID no UTF-8 at byte 3",
     b"\xed\xa0\x80": "INVALID no UTF-8 at byte 1",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("toy")
-    with prepared(directory):
-        yield directory / "data"
-
-
-def config_flags(data, **changes):
-    settings = {"data.directory": data, "parallel.data": 1, **changes}
-    return [f"--config={TOY}", *(f"--config.{k}={v}" for k, v in settings.items())]
-
-
-def train(data, workdir, *flags, **changes):
-    return call("train", *config_flags(data, **changes), f"--workdir={workdir}", *flags)
-
-
-def quick(data, workdir, *flags, **changes):
-    """A run of one bucket and three steps."""
-    few = {"train.steps": 3, "data.bucket_lengths": "(8,)", **changes}
-    return train(data, workdir, *flags, **few)
-
-
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """A trained run, and what training it printed; to be read only."""
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    return workdir, train(data, workdir, **TRAINED)
-
-
-@pytest.fixture
-def copied(trained, tmp_path):
-    workdir = tmp_path / "run"
-    shutil.copytree(trained[0], workdir)
-    return workdir
-
-
-def metrics_of(workdir):
-    return [
-        json.loads(line)
-        for line in (workdir / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def assert_refused(called, *words, code=2):
-    """One clear complaint, nothing on standard output, no traceback."""
-    assert "Traceback" not in called.err
-    assert (called.code, called.out) == (code, ""), called.err
-    complaint = called.err[called.err.index("transformer-jax ") :]
-    for word in words:
-        assert str(word) in complaint
-    return complaint
-
-
-# --- Training --------------------------------------------------------------------
 
 
 def test_train_prints_one_line_and_fills_the_working_directory(trained):
@@ -175,9 +115,6 @@ def test_changed_setting_is_accepted_by_name_or_section(data, copied, allowed):
     assert called.code == 0, called.err
     saved = json.loads((copied / "config.json").read_text())
     assert saved["config"]["train"]["learning_rate"] == 0.5
-
-
-# --- Evaluation and decoding -----------------------------------------------------
 
 
 def test_evaluate_counts_every_example_once(trained):
@@ -252,6 +189,12 @@ def examples_of(split):
     return [example.source.encode() for example in examples("", split)]
 
 
+def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
+    output = Output("x\ny", Status.OK, "", 0.0)
+    monkeypatch.setattr(TrainedModel, "decode", lambda _, texts: [output] * len(texts))
+    assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
+
+
 def test_nothing_in_is_nothing_out(trained):
     assert decoded(trained[0], b"") == ([], [], {"lines": 0, "step": step_of(trained)})
 
@@ -264,9 +207,6 @@ def test_checkpoint_is_chosen(trained):
     workdir = trained[0]
     for name, step in (("latest", 120), ("60", 60), ("best", step_of(trained))):
         assert decoded(workdir, b"", f"--checkpoint={name}")[2]["step"] == step
-
-
-# --- In processes of their own ---------------------------------------------------
 
 
 def environment():
@@ -336,189 +276,6 @@ def without_stdin(arguments):
     """Python has no stream where the file descriptor is closed."""
     sys.stdin = None
     return main(arguments)
-
-
-# --- Refusals --------------------------------------------------------------------
-
-
-def test_usage_is_shown():
-    assert call("--help").out.startswith("usage: transformer-jax COMMAND")
-    assert call().code == 2
-    for command in ("train", "evaluate", "decode", "check"):
-        called = call(command, "--help")
-        assert called.code == 0
-        assert called.out.startswith(f"transformer-jax {command}: ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["trian"], ["unknown command 'trian'", "train"]),
-        (["train", "--workdir={tmp}/run"], ["--config is missing"]),
-        (["train", "{config}"], ["--workdir"]),
-        (["train", "{config}", "--workdir"], ["workdir"]),
-        (["train", "{config}", "--workdir={tmp}/run", "--frobnicate"], ["frobnicate"]),
-        (["train", "{config}", "--workdir={tmp}/run", "more"], ["'more'", "--"]),
-        (["train", "--config={tmp}/none.py", "--workdir={tmp}/run"], ["none.py"]),
-        (["train", "--config={tmp}", "--workdir={tmp}/run"], ["{tmp}"]),
-        (["train", "--config.train.steps=5", "{config}", "--workdir={tmp}/run"],
-         ["--config=", "first"]),
-        (["evaluate"], ["--workdir"]),
-        (["evaluate", "--workdir="], ["--workdir"]),
-        (["evaluate", "--workdir={tmp}"], ["{tmp}", "config.json is missing"]),
-        (["decode", "--workdir={tmp}/none"], ["{tmp}/none", "config.json is missing"]),
-    ],
-)  # fmt: skip
-def test_bad_command_line_is_refused(arguments, words, tmp_path):
-    names = {"tmp": tmp_path, "config": f"--config={TOY}"}
-    arguments = [argument.format(**names) for argument in arguments]
-    assert_refused(call(*arguments), *(word.format(**names) for word in words))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("def get_config(:", "invalid syntax"),
-        ("x = 1", "get_config"),
-        ("def get_config(): return 1 / 0", "division by zero"),
-        ("def get_config(): return None", "get_config"),
-        ("import no_such_module", "no_such_module"),
-    ],
-)
-def test_bad_config_file_is_refused(text, word, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(text + "\n")
-    called = call("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
-    assert_refused(called, "mine.py", word)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "words"),
-    [
-        ("model.widht", 3, ["unknown setting", "widht", "width"]),
-        ("modle.width", 3, ["unknown setting", "modle", "model"]),
-        ("model.width", "abc", ["model.width", "abc"]),
-        ("model.width", 3.5, ["model.width", "3.5"]),
-        ("model.width", 17, ["model.width", "model.heads"]),
-        ("model.dropout", 1.5, ["model.dropout", "0.99"]),
-        ("model.scan_layers", "perhaps", ["model.scan_layers", "perhaps"]),
-        ("train.steps", 0, ["train.steps", "at least 1"]),
-        ("train.objective", "guessing", ["train.objective", "autoregressive"]),
-        ("train.optimizer", "magic", ["train.optimizer", "adamw"]),
-        ("decode.strategy", "magic", ["decode.strategy", "greedy"]),
-        ("data.source", "nowhere", ["data.source", "cmudict"]),
-        ("data.bucket_lengths", "(8,4)", ["data.bucket_lengths", "rising"]),
-        ("data.bucket_lengths", "(2,4)", ["data.bucket_lengths", "longest needs 5"]),
-        ("model.source_vocab", 99, ["model.source_vocab", "8 symbols"]),
-        ("parallel.data", 99, ["parallel.data=99", "8"]),
-        ("data.directory", "/dev/null/data", ["/dev/null/data"]),
-    ],
-)
-def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
-    assert_refused(train(data, tmp_path / "run", **{setting: value}), *words)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "words", "code"),
-    [
-        ("decode", ["--input=none.txt"], ["--input none.txt", "No such file"], 2),
-        ("decode", [f"--input={ROOT}"], [f"--input {ROOT}", "directory"], 2),
-        ("decode", ["words.txt"], ["'words.txt'"], 2),
-        ("decode", ["--config.decode.rows=0"], ["decode.rows", "at least 1"], 2),
-        ("decode", ["--config.decode.row=1"], ["row"], 2),
-        ("decode", ["--checkpoint=foo"], ["--checkpoint", "'foo'"], 2),
-        ("decode", ["--checkpoint=\u00b2"], ["--checkpoint"], 2),
-        ("evaluate", ["--checkpoint=999"], ["999", "60"], 1),
-        ("evaluate", ["--split=dev"], ["split", "validation"], 2),
-        ("evaluate", ["--samples=-1"], ["samples"], 2),
-        ("evaluate", ["--config.data.source=none"], ["data.source", "cmudict"], 2),
-        ("evaluate", ["--config.model.width=24"], ["[", "configuration"], 1),
-        ("evaluate", ["--config.parallel.data=0"], ["parallel.data=0"], 2),
-    ],
-)
-def test_bad_use_of_a_run_is_refused(trained, command, flags, words, code):
-    called = call(command, f"--workdir={trained[0]}", *flags)
-    assert_refused(called, *words, code=code)
-
-
-def damage(workdir, name, text):
-    path = workdir / name
-    path.unlink() if text is None else path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("config.json", "{", ["config.json cannot be read"]),
-        ("config.json", '{"config": 3}', ["config.json cannot be read"]),
-        ("config.json", '{"config": {"model": 3}}', ["config.json cannot be read"]),
-        ("config.json", '{"config": {"x": {}}}', ["unknown section 'x'"]),
-        ("vocabulary/source.json", "{", ["vocabulary", "source.json"]),
-        ("vocabulary/target.json", None, ["vocabulary", "target.json"]),
-    ],
-)
-def test_damaged_run_is_refused(data, copied, name, text, words):
-    damage(copied, name, text)
-    assert_refused(call("decode", f"--workdir={copied}"), *words)
-    assert_refused(train(data, copied, **TRAINED), *words)
-
-
-def test_vocabulary_of_another_run_is_refused(data, copied):
-    path = copied / "vocabulary" / "source.json"
-    vocabulary = json.loads(path.read_text())
-    vocabulary["symbols"][-1] = "z"
-    path.write_text(json.dumps(vocabulary))
-    assert_refused(call("decode", f"--workdir={copied}"), "vocabulary", "step")
-    assert_refused(
-        train(data, copied, **TRAINED), "vocabulary", "does not fit the data"
-    )
-    vocabulary["symbols"].append("y")
-    path.write_text(json.dumps(vocabulary))
-    assert_refused(call("evaluate", f"--workdir={copied}"), "8 source symbols", "has 9")
-    assert_refused(train(data, copied, **TRAINED), "9")
-
-
-def test_run_without_checkpoint_is_refused(copied):
-    shutil.rmtree(copied / "checkpoints")
-    assert_refused(call("evaluate", f"--workdir={copied}"), "no checkpoint", code=1)
-
-
-def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
-    shutil.rmtree(copied / "checkpoints" / "120" / "state")
-    called = call("decode", f"--workdir={copied}", "--checkpoint=latest")
-    assert called.code == 0
-    assert "passed over" in caplog.text
-    assert json.loads(called.err.splitlines()[-1])["step"] == 60
-    called = train(data, copied, **TRAINED)
-    assert json.loads(called.out)["step"] == 120
-    assert "resuming at step 60" in called.err
-
-
-def test_working_directory_below_a_file_is_refused(data, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    assert_refused(
-        quick(data, tmp_path / "file" / "run"), "--workdir", "Not a directory"
-    )
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
-    output = Output("x\ny", Status.OK, "", 0.0)
-    monkeypatch.setattr(TrainedModel, "decode", lambda _, texts: [output] * len(texts))
-    assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc")
-def test_input_that_breaks_off_is_reported(trained):
-    # It opens, but its first page cannot be read.
-    called = call("decode", f"--workdir={trained[0]}", "--input=/proc/self/mem")
-    assert_refused(called, "Input/output error", code=1)
-
-
-# --- check -----------------------------------------------------------------------
 
 
 def test_check_finds_nothing_wrong(data, trained, monkeypatch):

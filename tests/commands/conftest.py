@@ -1,0 +1,28 @@
+"""One trained run for all tests of the command line."""
+
+import shutil
+
+import pytest
+from command_line import TRAINED, train
+from toy import prepared
+
+
+@pytest.fixture(scope="package", autouse=True)
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("toy")
+    with prepared(directory):
+        yield directory / "data"
+
+
+@pytest.fixture(scope="package")
+def trained(data, tmp_path_factory):
+    """A trained run, and what training it printed; to be read only."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    return workdir, train(data, workdir, **TRAINED)
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(trained[0], workdir)
+    return workdir

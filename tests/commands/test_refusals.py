@@ -1,0 +1,183 @@
+"""What the commands refuse: one clear line, the right exit code, nothing lost."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import (
+    ROOT,
+    TOY,
+    TRAINED,
+    assert_refused,
+    damage,
+    quick,
+    train,
+)
+from toy import call
+
+
+def test_usage_is_shown():
+    assert call("--help").out.startswith("usage: transformer-jax COMMAND")
+    assert call().code == 2
+    for command in ("train", "evaluate", "decode", "check"):
+        called = call(command, "--help")
+        assert called.code == 0
+        assert called.out.startswith(f"transformer-jax {command}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["unknown command 'trian'", "train"]),
+        (["train", "--workdir={tmp}/run"], ["--config is missing"]),
+        (["train", "{config}"], ["--workdir"]),
+        (["train", "{config}", "--workdir"], ["workdir"]),
+        (["train", "{config}", "--workdir={tmp}/run", "--frobnicate"], ["frobnicate"]),
+        (["train", "{config}", "--workdir={tmp}/run", "more"], ["'more'", "--"]),
+        (["train", "--config={tmp}/none.py", "--workdir={tmp}/run"], ["none.py"]),
+        (["train", "--config={tmp}", "--workdir={tmp}/run"], ["{tmp}"]),
+        (["train", "--config.train.steps=5", "{config}", "--workdir={tmp}/run"],
+         ["--config=", "first"]),
+        (["evaluate"], ["--workdir"]),
+        (["evaluate", "--workdir="], ["--workdir"]),
+        (["evaluate", "--workdir={tmp}"], ["{tmp}", "config.json is missing"]),
+        (["decode", "--workdir={tmp}/none"], ["{tmp}/none", "config.json is missing"]),
+    ],
+)  # fmt: skip
+def test_bad_command_line_is_refused(arguments, words, tmp_path):
+    names = {"tmp": tmp_path, "config": f"--config={TOY}"}
+    arguments = [argument.format(**names) for argument in arguments]
+    assert_refused(call(*arguments), *(word.format(**names) for word in words))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("def get_config(:", "invalid syntax"),
+        ("x = 1", "get_config"),
+        ("def get_config(): return 1 / 0", "division by zero"),
+        ("def get_config(): return None", "get_config"),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_bad_config_file_is_refused(text, word, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text + "\n")
+    called = call("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert_refused(called, "mine.py", word)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("model.widht", 3, ["unknown setting", "widht", "width"]),
+        ("modle.width", 3, ["unknown setting", "modle", "model"]),
+        ("model.width", "abc", ["model.width", "abc"]),
+        ("model.width", 3.5, ["model.width", "3.5"]),
+        ("model.width", 17, ["model.width", "model.heads"]),
+        ("model.dropout", 1.5, ["model.dropout", "0.99"]),
+        ("model.scan_layers", "perhaps", ["model.scan_layers", "perhaps"]),
+        ("train.steps", 0, ["train.steps", "at least 1"]),
+        ("train.objective", "guessing", ["train.objective", "autoregressive"]),
+        ("train.optimizer", "magic", ["train.optimizer", "adamw"]),
+        ("decode.strategy", "magic", ["decode.strategy", "greedy"]),
+        ("data.source", "nowhere", ["data.source", "cmudict"]),
+        ("data.bucket_lengths", "(8,4)", ["data.bucket_lengths", "rising"]),
+        ("data.bucket_lengths", "(2,4)", ["data.bucket_lengths", "longest needs 5"]),
+        ("model.source_vocab", 99, ["model.source_vocab", "8 symbols"]),
+        ("parallel.data", 99, ["parallel.data=99", "8"]),
+        ("data.directory", "/dev/null/data", ["/dev/null/data"]),
+    ],
+)
+def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
+    assert_refused(train(data, tmp_path / "run", **{setting: value}), *words)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words", "code"),
+    [
+        ("decode", ["--input=none.txt"], ["--input none.txt", "No such file"], 2),
+        ("decode", [f"--input={ROOT}"], [f"--input {ROOT}", "directory"], 2),
+        ("decode", ["words.txt"], ["'words.txt'"], 2),
+        ("decode", ["--config.decode.rows=0"], ["decode.rows", "at least 1"], 2),
+        ("decode", ["--config.decode.row=1"], ["row"], 2),
+        ("decode", ["--checkpoint=foo"], ["--checkpoint", "'foo'"], 2),
+        ("decode", ["--checkpoint=\u00b2"], ["--checkpoint"], 2),
+        ("evaluate", ["--checkpoint=999"], ["999", "60"], 1),
+        ("evaluate", ["--split=dev"], ["split", "validation"], 2),
+        ("evaluate", ["--samples=-1"], ["samples"], 2),
+        ("evaluate", ["--config.data.source=none"], ["data.source", "cmudict"], 2),
+        ("evaluate", ["--config.model.width=24"], ["[", "configuration"], 1),
+        ("evaluate", ["--config.parallel.data=0"], ["parallel.data=0"], 2),
+    ],
+)
+def test_bad_use_of_a_run_is_refused(trained, command, flags, words, code):
+    called = call(command, f"--workdir={trained[0]}", *flags)
+    assert_refused(called, *words, code=code)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "{", ["config.json cannot be read"]),
+        ("config.json", '{"config": 3}', ["config.json cannot be read"]),
+        ("config.json", '{"config": {"model": 3}}', ["config.json cannot be read"]),
+        ("config.json", '{"config": {"x": {}}}', ["unknown section 'x'"]),
+        ("vocabulary/source.json", "{", ["vocabulary", "source.json"]),
+        ("vocabulary/target.json", None, ["vocabulary", "target.json"]),
+    ],
+)
+def test_damaged_run_is_refused(data, copied, name, text, words):
+    damage(copied, name, text)
+    assert_refused(call("decode", f"--workdir={copied}"), *words)
+    assert_refused(train(data, copied, **TRAINED), *words)
+
+
+def test_vocabulary_of_another_run_is_refused(data, copied):
+    path = copied / "vocabulary" / "source.json"
+    vocabulary = json.loads(path.read_text())
+    vocabulary["symbols"][-1] = "z"
+    path.write_text(json.dumps(vocabulary))
+    assert_refused(call("decode", f"--workdir={copied}"), "vocabulary", "step")
+    assert_refused(
+        train(data, copied, **TRAINED), "vocabulary", "does not fit the data"
+    )
+    vocabulary["symbols"].append("y")
+    path.write_text(json.dumps(vocabulary))
+    assert_refused(call("evaluate", f"--workdir={copied}"), "8 source symbols", "has 9")
+    assert_refused(train(data, copied, **TRAINED), "9")
+
+
+def test_run_without_checkpoint_is_refused(copied):
+    shutil.rmtree(copied / "checkpoints")
+    assert_refused(call("evaluate", f"--workdir={copied}"), "no checkpoint", code=1)
+
+
+def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
+    shutil.rmtree(copied / "checkpoints" / "120" / "state")
+    called = call("decode", f"--workdir={copied}", "--checkpoint=latest")
+    assert called.code == 0
+    assert "passed over" in caplog.text
+    assert json.loads(called.err.splitlines()[-1])["step"] == 60
+    called = train(data, copied, **TRAINED)
+    assert json.loads(called.out)["step"] == 120
+    assert "resuming at step 60" in called.err
+
+
+def test_working_directory_below_a_file_is_refused(data, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert_refused(
+        quick(data, tmp_path / "file" / "run"), "--workdir", "Not a directory"
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc")
+def test_input_that_breaks_off_is_reported(trained):
+    # It opens, but its first page cannot be read.
+    called = call("decode", f"--workdir={trained[0]}", "--input=/proc/self/mem")
+    assert_refused(called, "Input/output error", code=1)
