@@ -102,7 +102,9 @@ class TrainedModel:
         pad = self.run.source_tokenizer.vocabulary.pad_id
         padded = np.full((rows, length), pad, np.int32)
         lengths = np.zeros(rows, np.int32)
-        for row, ids in enumerate(sources):
+        for row in range(rows):
+            # A filler row repeats the first source: an empty one might never end.
+            ids = sources[row] if row < len(sources) else sources[0]
             padded[row, : len(ids)] = ids
             lengths[row] = len(ids)
         arrays = jax.device_put((padded, lengths), batch_sharding(self.mesh))
