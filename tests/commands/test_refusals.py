@@ -73,7 +73,7 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("model.widht", 3, ["unknown setting", "widht", "width"]),
+        ("model.widht", 3, ["unknown setting 'widht' Did you mean", "width"]),
         ("modle.width", 3, ["unknown setting", "modle", "model"]),
         ("model.width", "abc", ["model.width", "abc"]),
         ("model.width", 3.5, ["model.width", "3.5"]),

@@ -44,7 +44,7 @@ def parse(
     except FlagOrderError as error:
         raise ConfigError(f"{_one_line(error)}: put --config=FILE first") from error
     except (AttributeError, KeyError) as error:  # How ml_collections says it.
-        raise ConfigError(f"unknown setting {_one_line(error.args[0])}") from error
+        raise ConfigError(f"unknown setting {_one_line(_innermost(error))}") from error
     except (flags.Error, TypeError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     if extra:
@@ -138,6 +138,13 @@ def _value_of(name: str, argv: Sequence[str]) -> str | None:
         if found := re.fullmatch(f"--?{name}(=(.*))?", argument, re.DOTALL):
             value = found[2] if found[1] else following
     return value
+
+
+def _innermost(error: Any) -> Any:
+    """Return what a wrapped error says; as text, a KeyError would be quoted twice."""
+    while isinstance(error, BaseException):
+        error = error.args[0] if error.args else type(error).__name__
+    return error
 
 
 def _one_line(error: Any) -> str:
