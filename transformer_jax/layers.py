@@ -252,7 +252,7 @@ class Stack(nn.Module):
     def run(
         self, method: str, carry: PyTree, scanned: PyTree, *shared: Any
     ) -> tuple[PyTree, PyTree]:
-        """Run one method of every block in turn; returns carry and what was scanned."""
+        """Run one method of every block in turn; return carry and what was scanned."""
         if self.scan:
             return getattr(self.layers, method)(carry, scanned, *shared)
         results = []

@@ -87,7 +87,7 @@ class Trainer:
         self._last_loss = math.nan
 
     def train(self) -> dict[str, Any]:
-        """Run the loop; returns what the command prints.
+        """Run the loop; return what the command prints.
 
         Raises:
             PreemptedError: a signal came; every step that was made is saved.
