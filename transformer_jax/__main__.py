@@ -11,14 +11,14 @@ from typing import IO
 
 from transformer_jax.commands import COMMANDS
 
-DONE, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 75
+DONE, FAILED, REFUSED, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command; return the exit code.
 
     0 done; 1 failed later; 2 wrong flags, config or paths, found before work starts; 75
-    told to stop, saved: start it again.
+    told to stop, saved: start it again; 130 interrupted from the keyboard.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = arguments[0] if arguments else "--help"
@@ -61,7 +61,7 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
     except (CheckpointError, NonFiniteLossError, InvalidText, OSError) as error:
         return _complain(f"{command}: {error}", FAILED)
     except KeyboardInterrupt:
-        return _complain(f"{command}: interrupted", 130)
+        return _complain(f"{command}: interrupted", INTERRUPTED)
     return code
 
 
