@@ -84,6 +84,10 @@ def check_bias(bias: Any, sizes: Sizes, query_offset: int) -> Array | None:
     """Return the bias with four axes that broadcast to `[B, N, T, S]`, or None.
 
     A callable is evaluated on the positions of all rows `[T, 1]` and columns `[1, S]`.
+
+    Raises:
+        TypeError: it is boolean.
+        ValueError: its shape does not fit.
     """
     if bias is None:
         return None
@@ -117,6 +121,11 @@ def merge_masks(
 
     The smallest masks are merged first, and no axis is spread that no mask needs. What
     is static stays a NumPy constant: faster on a CPU than comparing positions anew.
+
+    Raises:
+        TypeError: a mask is not boolean, lengths or ids are no integers, or `pattern`
+            is none.
+        ValueError: a shape does not fit, or one of two segment ids is missing.
     """
     B, _, T, S = sizes.scores
     parts = []
@@ -153,7 +162,12 @@ def merge_masks(
 
 
 def check_offset(query_offset: Any) -> int:
-    """Return the offset as a Python int; it is static and not negative."""
+    """Return the offset as a Python int; it is static and not negative.
+
+    Raises:
+        TypeError: it is no Python int, such as a traced one.
+        ValueError: it is negative.
+    """
     try:
         offset = operator.index(query_offset)
     except TypeError:

@@ -72,7 +72,11 @@ def define_config_file(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def define_saved_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Define --workdir, and --config.a.b flags that override the settings there."""
+    """Define --workdir, and --config.a.b flags that override the settings there.
+
+    Raises:
+        ConfigError: --workdir is missing, or holds no run that can be read.
+    """
     define_workdir(values)
     workdir = _value_of("workdir", argv)
     if not workdir:
@@ -87,7 +91,11 @@ def define_saved_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def read_settings(values: flags.FlagValues) -> Config:
-    """Return the checked settings that --config and its overrides give."""
+    """Return the checked settings that --config and its overrides give.
+
+    Raises:
+        ConfigError: a setting has the wrong type or lies outside its range.
+    """
     return from_config_dict(values.config.to_dict())
 
 
@@ -102,7 +110,11 @@ def define_checkpoint(values: flags.FlagValues) -> None:
 
 
 def read_checkpoint(values: flags.FlagValues) -> int | str | None:
-    """Return --checkpoint as `load_model` takes it."""
+    """Return --checkpoint as `load_model` takes it.
+
+    Raises:
+        ConfigError: it is neither best nor latest nor a step.
+    """
     name = values.checkpoint
     if name in ("best", "latest"):
         return None if name == "latest" else name

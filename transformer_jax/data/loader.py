@@ -92,6 +92,9 @@ def device_batch(
         by: what the items are numbers of; see `Items`.
         pad_source: id that fills the sources.
         pad_target: id that fills the targets.
+
+    Raises:
+        ValueError: as `make_rows`.
     """
     bucket = step.bucket
     made: dict[tuple[int, int], types.Batch] = {}
@@ -148,6 +151,9 @@ class Prefetcher(Generic[T]):
             start: first step.
             stop: the step after the last one, or None for no end.
             depth: finished batches that may wait, at least 1.
+
+        Raises:
+            ValueError: `depth` is below 1.
         """
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")

@@ -111,7 +111,11 @@ class BatchPlan:
         self.padding_share = self._padding_share(source_lengths + end_lengths)
 
     def step(self, number: int) -> Step:
-        """Return the batch of a step, counted from 0 over all epochs."""
+        """Return the batch of a step, counted from 0 over all epochs.
+
+        Raises:
+            ValueError: `number` is negative.
+        """
         if number < 0:
             raise ValueError(f"steps count from 0, not {number}")
         epoch, place = divmod(number, self.steps_per_epoch)

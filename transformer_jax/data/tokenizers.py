@@ -139,7 +139,11 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Any) -> str:
-        """Return the text of ids; a special one appears as it is spelled."""
+        """Return the text of ids; a special one appears as it is spelled.
+
+        Raises:
+            ValueError: an id lies outside the vocabulary.
+        """
 
 
 class _TableTokenizer:
