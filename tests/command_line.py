@@ -1,9 +1,13 @@
 """The command line on the toy data set, as its tests call it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from toy import call
+import jax
+from toy import CACHE, call
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy.py"
@@ -34,11 +38,27 @@ def quick(data, workdir, *flags, **changes):
     return train(data, workdir, *flags, **few)
 
 
-def metrics_of(workdir):
-    return [
-        json.loads(line)
-        for line in (workdir / "metrics.jsonl").read_text().splitlines()
-    ]
+def environment():
+    names = (*CACHE, "jax_compilation_cache_dir")
+    cached = {name.upper(): str(getattr(jax.config, name)) for name in names}
+    return {**os.environ, **cached, "PYTHONPATH": str(ROOT)}
+
+
+def started(*arguments, **options):
+    """A command in a process of its own, its standard streams being pipes."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, TOY, *map(str, arguments)],
+        env=environment(),
+        **{**pipes, **options},
+    )
+
+
+def metrics_of(workdir, name="loss"):
+    """What a run reported under a name: (step, value) in the file's order."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line) for line in lines]
+    return [(line["step"], line[name]) for line in values if name in line]
 
 
 def assert_refused(called, *words, code=2):

@@ -6,6 +6,7 @@ depend on another one, on the network or on the order of the draws.
 
 import os
 import re
+import subprocess
 import sys
 
 DEVICES = 8
@@ -58,3 +59,17 @@ def strict():
     """No silent change of dtype or rank: for tests of level 1, which is jax only."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("cannot mount a small file system here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)

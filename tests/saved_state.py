@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from trees import bits
 
 OPTIMIZER = optax.adamw(1e-2)
 AWAY = {"note": "nothing to see"}
@@ -38,12 +38,6 @@ def abstract(state, sharding=None):
 
 
 WANTED = abstract(make_state(0))
-
-
-def bits(leaf):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
 
 
 def assert_same(found, expected):

@@ -14,23 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from saved_state import AWAY, WANTED, abstract, assert_same, bits, make_state
+from saved_state import AWAY, WANTED, abstract, assert_same, make_state
+from trees import bits
 
 from transformer_jax.checkpoints import CheckpointError, Checkpoints
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("cannot mount a small file system here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("surfaces", ["wait", "save", "close"])

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
-from saved_state import AWAY, WANTED, abstract, assert_same, bits, make_state
+from saved_state import AWAY, WANTED, abstract, assert_same, make_state
+from trees import bits
 
 from transformer_jax.checkpoints import CheckpointError, Checkpoints
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trees import named
 
 from transformer_jax.encoder import EncoderBlock
 from transformer_jax.layers import (
@@ -159,9 +160,9 @@ def test_scanned_layers_equal_unrolled_ones(stack_params, remat):
             lambda leaf, n=number: leaf[n], stacked_gradient["params"]["layers"]
         )
         theirs = gradient["params"][f"layers_{number}"]
-        for name, leaf in _named(theirs).items():
+        for name, leaf in named(theirs).items():
             np.testing.assert_allclose(
-                _named(mine)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
+                named(mine)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
             )
 
 
@@ -170,14 +171,7 @@ def test_remat_drops_the_same_entries(stack_params, remat):
     key = jax.random.key(7)
     kept = run_stack(stack_params, scan=False, key=key)
     again = run_stack(stack_params, scan=False, remat=remat, key=key)
-    for name, leaf in _named(kept).items():
+    for name, leaf in named(kept).items():
         np.testing.assert_allclose(
-            _named(again)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
+            named(again)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
         )
-
-
-def _named(tree):
-    return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

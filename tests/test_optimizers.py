@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trees import named
 
 from transformer_jax.config import TrainConfig
 from transformer_jax.optimizers import make_optimizer, make_schedule
@@ -58,7 +59,7 @@ def test_weight_decay_spares_biases_and_norms(optimizer):
     tx = make_optimizer(config)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = tx.update(zeros, tx.init(PARAMS), PARAMS)
-    moved = {name: bool(leaf.any()) for name, leaf in _named(updates).items()}
+    moved = {name: bool(leaf.any()) for name, leaf in named(updates).items()}
     assert moved == {
         "dense/kernel": True,
         "dense/bias": False,
@@ -77,10 +78,3 @@ def test_clipping_bounds_the_global_norm():
     updates, _ = tx.update(large, tx.init(PARAMS), PARAMS)
     norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(updates)))
     np.testing.assert_allclose(norm, config.clip, rtol=1e-5)
-
-
-def _named(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

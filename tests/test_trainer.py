@@ -2,20 +2,19 @@
 
 import functools
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import call, prepared
+from command_line import config_flags, metrics_of, started
+from toy import prepared
+from trees import bits
 
 from transformer_jax import trainer
 from transformer_jax.optimizers import make_optimizer
@@ -24,12 +23,9 @@ from transformer_jax.runs import open_run
 from transformer_jax.sharding import make_mesh
 from transformer_jax.training import abstract_state
 
-ROOT = Path(__file__).parents[1]
-TOY = ROOT / "tests" / "toy.py"
 # One bucket; dropout is on. Steps that save, evaluate and log fall apart.
 SETTINGS = {
     "data.bucket_lengths": "(8,)",
-    "parallel.data": 1,
     "train.steps": 8,
     "train.log_every": 1,
     "train.evaluate_every": 5,
@@ -44,16 +40,16 @@ def data(tmp_path_factory):
         yield directory / "data"
 
 
-def arguments(data, workdir, **changes):
-    settings = {**SETTINGS, "data.directory": data, **changes}
-    overrides = [f"--config.{name}={value}" for name, value in settings.items()]
-    return ["train", f"--config={TOY}", f"--workdir={workdir}", *overrides]
-
-
-def train(data, workdir, **changes):
-    called = call(*arguments(data, workdir, **changes))
+def train(data, workdir, *flags, **changes):
+    called = command_line.train(data, workdir, *flags, **{**SETTINGS, **changes})
     assert "Traceback" not in called.err
     return called
+
+
+def training(data, workdir, **changes):
+    """The same in a process of its own."""
+    settings = config_flags(data, **{**SETTINGS, **changes})
+    return started("train", *settings, f"--workdir={workdir}", text=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +78,6 @@ def assert_same_end(workdir, expected):
     assert len(leaves) == len(others)
     for (path, leaf), other in zip(leaves, others, strict=True):
         assert bits(leaf) == bits(other), jax.tree_util.keystr(path)
-
-
-def bits(leaf):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
-
-
-def metrics_of(workdir, name="loss"):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in lines]
-    return [(line["step"], line[name]) for line in values if name in line]
 
 
 def steps_of(workdir):
@@ -185,28 +169,6 @@ def test_stop_before_compiling_does_not_compile(data, tmp_path, monkeypatch):
     assert "compilations" not in called.err
 
 
-def environment():
-    settings = (
-        "compilation_cache_dir",
-        "persistent_cache_min_compile_time_secs",
-        "persistent_cache_min_entry_size_bytes",
-    )
-    cached = {
-        f"JAX_{s.upper()}": str(getattr(jax.config, f"jax_{s}")) for s in settings
-    }
-    return {**os.environ, **cached, "PYTHONPATH": str(ROOT)}
-
-
-def started(data, workdir, **changes):
-    return subprocess.Popen(
-        [sys.executable, TOY, *arguments(data, workdir, **changes)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def wait_for(condition, process):
     until = time.monotonic() + 120
     while not condition():
@@ -217,7 +179,7 @@ def wait_for(condition, process):
 
 def test_terminated_process_exits_75_and_goes_on(data, tmp_path):
     long = {"train.steps": 3000, "train.evaluate_every": 3000}
-    with started(data, tmp_path, **long) as process:
+    with training(data, tmp_path, **long) as process:
         metrics = tmp_path / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.stat().st_size, process)
         process.terminate()
@@ -228,9 +190,7 @@ def test_terminated_process_exits_75_and_goes_on(data, tmp_path):
     assert 0 < step < 3000
     # Three steps more, so that it ends.
     more = {**long, "train.steps": step + 3}
-    called = call(
-        *arguments(data, tmp_path, **more), "--allow_config_change=train.steps"
-    )
+    called = train(data, tmp_path, "--allow_config_change=train.steps", **more)
     assert called.code == 0, called.err
     assert f"resuming at step {step}" in called.err
     assert json.loads(called.out)["step"] == step + 3
@@ -246,7 +206,7 @@ def test_killed_process_goes_on_bit_for_bit(data, tmp_path):
     cut_short = 0
     for number in range(5):
         before = restored(workdir).step if number else 0
-        with started(data, workdir, **changes) as process:
+        with training(data, workdir, **changes) as process:
             if number == 2:
                 # A folder of another name is a save in progress.
                 wait_for(lambda: any(map(unfinished, saves.iterdir())), process)
@@ -315,17 +275,6 @@ def test_validation_loss_that_is_no_number_ends_the_run(data, tmp_path, monkeypa
     assert "after step 5 the validation loss is nan" in called.err.splitlines()[-1]
     assert steps_of(tmp_path) == [3]
     assert metrics_of(tmp_path, "validation_loss") == []
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk]
-    if not shutil.which("mount") or subprocess.run(command, check=False).returncode:
-        pytest.skip("cannot mount a small file system here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
 
 def test_full_disk_costs_one_save(data, straight, small_disk):

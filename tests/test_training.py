@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import named
 
 from transformer_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from transformer_jax.data import Bucket
@@ -74,7 +75,7 @@ def loss_of(model, smoothing=0.1):
 
 @functools.cache
 def first_state(devices):
-    """The state before training, on the host: a compiled step donates its own copy."""
+    """The state before training, to be copied: a compiled step donates what it gets."""
     mesh, optimizer = make_mesh(ParallelConfig(data=devices)), make_optimizer(TRAIN)
     model = model_of(0.0)
     return init_state(model, optimizer, abstract_state(model, optimizer, mesh), 0)
@@ -100,7 +101,7 @@ def train(batches, devices, **settings):
         state, metrics = compiled_step(devices, **settings)(state, put(batch, devices))
         values.append([float(value) for value in metrics])
     assert int(state.step) == len(batches)
-    return np.array(values), _named(jax.device_get(state.params))
+    return np.array(values), named(jax.device_get(state.params))
 
 
 BATCHES = [batch_of(number) for number in range(STEPS)]
@@ -143,7 +144,7 @@ def test_gradient_is_the_mean_over_tokens():
 def test_filler_rows_alone_change_nothing():
     metrics, after = train([batch_of(0, filler=ROWS)], 8)
     assert not metrics.any()
-    for name, leaf in _named(jax.device_get(first_state(8).params)).items():
+    for name, leaf in named(jax.device_get(first_state(8).params)).items():
         np.testing.assert_array_equal(after[name], leaf, err_msg=name)
 
 
@@ -168,12 +169,5 @@ def test_evaluation_has_neither_dropout_nor_smoothing():
 
 def test_first_parameters_do_not_depend_on_the_devices():
     one, eight = (jax.device_get(first_state(n).params) for n in (1, 8))
-    for name, leaf in _named(one).items():
-        np.testing.assert_array_equal(_named(eight)[name], leaf, err_msg=name)
-
-
-def _named(tree):
-    return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    for name, leaf in named(one).items():
+        np.testing.assert_array_equal(named(eight)[name], leaf, err_msg=name)

@@ -1,19 +1,16 @@
 """What the commands do, from end to end, on a toy data set."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command_line import (
-    ROOT,
-    TOY,
     TRAINED,
     assert_refused,
     damage,
     metrics_of,
+    started,
     train,
 )
 from toy import call, examples
@@ -70,21 +67,16 @@ def test_train_prints_one_line_and_fills_the_working_directory(trained):
 
 def test_metrics_tell_of_every_report_once_in_order(trained):
     workdir, called = trained
-    metrics = metrics_of(workdir)
-    losses = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
+    losses = metrics_of(workdir)
     assert [step for step, _ in losses] == [30, 60, 90, 120]
     assert losses[-1][1] == json.loads(called.out)["loss"] < losses[0][1]
-    validated = {
-        line["step"]: line["validation_loss"]
-        for line in metrics
-        if "validation_loss" in line
-    }
+    validated = dict(metrics_of(workdir, "validation_loss"))
     assert set(validated) == {60, 120}
     best = min(validated, key=validated.get)
     assert best == json.loads(called.out)["best_step"]
     # Every pair once: its symbols and an END.
     references = [r for each in examples("", "validation") for r in each.references]
-    counted = {line["tokens"] for line in metrics if "validation_loss" in line}
+    counted = {tokens for _, tokens in metrics_of(workdir, "tokens")}
     assert counted == {sum(len(r.split()) + 1 for r in references)}
 
 
@@ -103,8 +95,7 @@ def test_finished_run_is_extended_when_that_is_allowed(data, copied):
     assert flag in complaint
     called = train(data, copied, flag, **more)
     assert json.loads(called.out)["step"] == 125
-    steps = [line["step"] for line in metrics_of(copied) if "loss" in line]
-    assert steps == [30, 60, 90, 120, 125]
+    assert [step for step, _ in metrics_of(copied)] == [30, 60, 90, 120, 125]
 
 
 @pytest.mark.parametrize("allowed", ["train.learning_rate", "train"])
@@ -209,24 +200,6 @@ def test_checkpoint_is_chosen(trained):
         assert decoded(workdir, b"", f"--checkpoint={name}")[2]["step"] == step
 
 
-def environment():
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs")
-    import jax
-
-    cached = {f"JAX_{n.upper()}": str(getattr(jax.config, f"jax_{n}")) for n in names}
-    cached["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    return {**os.environ, **cached, "PYTHONPATH": str(ROOT)}
-
-
-def started(*arguments, **options):
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(
-        [sys.executable, TOY, *map(str, arguments)],
-        env=environment(),
-        **{**pipes, **options},
-    )
-
-
 def test_pipe_is_answered_line_by_line(trained):
     with started("decode", f"--workdir={trained[0]}") as process:
         answers = []
@@ -301,5 +274,5 @@ def test_check_names_what_is_wrong(data, copied, monkeypatch):
     assert "Traceback" not in called.err
 
 
-def test_status_names_are_those_of_the_summary():
+def test_status_names_leave_the_other_words_of_the_summary():
     assert {status.name.lower() for status in Status}.isdisjoint({"lines", "step"})
