@@ -22,8 +22,8 @@ LEVELS = (
     ("layers", "frontends", "encoder", "decoder", "models"),
     ("objectives",),
     (
-        *("data", "metrics", "sharding", "optimizers"),
-        *("run_directory", "progress", "checkpoint_store", "checkpoints", "visualize"),
+        *("run_directory", "data", "metrics", "sharding", "optimizers"),
+        *("progress", "checkpoint_store", "checkpoints", "visualize"),
     ),
     (
         *("runs", "training", "trainer", "inference"),

@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from transformer_jax.config import ConfigError
+from transformer_jax.run_directory import first_line
 
 SPLITS = ("train", "validation", "test")
 
@@ -157,8 +158,9 @@ def _prepare(builder: Cmudict, directory: str) -> Cmudict:
         # Another process may have been faster with the same work.
         if not _opened(directory).is_prepared():
             raise ConfigError(
-                f"cannot prepare the CMU dictionary in {directory} ({_line(error)}): "
-                "set data.directory to a folder with room that can be written"
+                f"cannot prepare the CMU dictionary in {directory} "
+                f"({first_line(error)}): set data.directory to a folder "
+                "with room that can be written"
             ) from error
     return _opened(directory)
 
@@ -166,12 +168,9 @@ def _prepare(builder: Cmudict, directory: str) -> Cmudict:
 def _damaged(directory: str, error: Exception) -> ConfigError:
     """Return the error to raise for files that cannot be read."""
     path = pathlib.Path(directory, Cmudict.name)
-    return ConfigError(f"the data set in {path} is damaged ({_line(error)}): delete it")
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).partition("\n")[0]
+    return ConfigError(
+        f"the data set in {path} is damaged ({first_line(error)}): delete it"
+    )
 
 
 def _entry(example: dict[str, Any]) -> Entry:

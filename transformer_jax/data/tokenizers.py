@@ -8,11 +8,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+from etils import epath
+
+from transformer_jax.run_directory import write_text
 
 PathLike = str | os.PathLike[str]
 
@@ -98,17 +100,9 @@ class Vocabulary:
 
     def save(self, path: PathLike) -> None:
         """Write the vocabulary; the file is either the old or the new one, whole."""
-        path = pathlib.Path(path)
+        path = epath.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        try:
-            with new.open("w", encoding="ascii") as file:
-                file.write(self.to_json() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: PathLike) -> "Vocabulary":
@@ -119,7 +113,7 @@ class Vocabulary:
             ValueError: the file is damaged.
         """
         try:
-            return cls.from_json(pathlib.Path(path).read_text(encoding="ascii"))
+            return cls.from_json(epath.Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{os.fspath(path)} is no vocabulary: {error}; restore the file"
