@@ -6,6 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from etils import epath
 
 from transformer_jax.data import (
     TOKENIZERS,
@@ -157,6 +158,19 @@ def test_a_saved_vocabulary_is_the_same(kind, tmp_path):
     assert Vocabulary.load(path) == vocabulary
     assert Vocabulary.load(path).hash() == vocabulary.hash()
     assert [file.name for file in path.parent.iterdir()] == ["source.json"]
+
+
+def test_a_vocabulary_may_lie_in_an_object_store(tmp_path):
+    def opened(original, path, mode):
+        assert path.startswith("gs://bucket/run/")
+        return original(tmp_path / path.rpartition("/")[2], mode)
+
+    vocabulary = build_vocabulary("characters", WORDS)
+    path = epath.Path("gs://bucket/run/vocabulary/source.json")
+    with epath.testing.mock_epath(open=opened, makedirs=lambda *_, **__: None):
+        vocabulary.save(path)
+        assert Vocabulary.load(path) == vocabulary
+    assert [file.name for file in tmp_path.iterdir()] == ["source.json"]
 
 
 def test_the_hash_tells_vocabularies_apart():
