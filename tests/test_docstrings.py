@@ -1,7 +1,8 @@
-"""The examples in the docstrings of public modules run and say the truth."""
+"""The examples in docstrings and in the README run and say the truth."""
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ def test_examples_run(name):
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert failed == 0
+
+
+def test_first_example_of_the_readme_runs():
+    text = (ROOT / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert "assert " in example
+    exec(example, {})
 
 
 def test_wrong_example_fails(tmp_path, monkeypatch, capsys):

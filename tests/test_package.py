@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from transformer_jax.attention import ATTENTION
+from transformer_jax.commands import COMMANDS
+from transformer_jax.data import SOURCES
+from transformer_jax.decoding import STRATEGIES
+from transformer_jax.objectives import OBJECTIVES
+
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "transformer_jax").rglob("*.py"))
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
@@ -56,6 +62,19 @@ def test_no_path_of_a_machine():
         if place in path.read_text(errors="replace")
     ]
     assert found == []
+
+
+def test_readme_names_every_module_and_member():
+    text = (ROOT / "README.md").read_text()
+    tree = text.partition("\ntransformer_jax/\n")[2].partition("```")[0]
+    parts = {path.relative_to(ROOT / "transformer_jax").parts for path in MODULES}
+    modules = {f"{names[0]}/" if names[1:] else names[0] for names in parts}
+    assert modules - {*tree.split()} == {"__init__.py"}
+    members = text.partition("## What there is")[2].partition("## ")[0]
+    for name in [*ATTENTION, *OBJECTIVES, *STRATEGIES, *SOURCES]:
+        assert f"`{name}`" in members
+    for command in COMMANDS:
+        assert f"transformer-jax {command} " in text
 
 
 def lines_without_docstring(node: ast.AST) -> int:
