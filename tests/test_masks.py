@@ -60,7 +60,7 @@ def test_wrong_masks_are_refused(call, error, text):
         call()
 
 
-# -- the hash --
+# --- The hash --------------------------------------------------------------------
 
 
 def grid(*sizes: int) -> list[np.ndarray]:
@@ -143,7 +143,7 @@ def test_wrong_dropout_is_refused(key, rate, index, error, text):
         masks.hashed_keep(key, rate, index)
 
 
-# -- dropout of any array --
+# --- Dropout of any array --------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5)])

@@ -73,7 +73,7 @@ def test_row_of_the_table_is_complete(name):
     assert ("decode" in row.capabilities) == callable(row.step)
 
 
-# -- what the dense oracle shares with the outside world --
+# --- What the dense oracle shares with the outside world -------------------------
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -143,7 +143,7 @@ def test_bias_of_minus_infinity_is_a_mask(name):
     np.testing.assert_array_equal(by_bias[1][:, 1], np.zeros((B, N, H)))
 
 
-# -- invariants --
+# --- Invariants ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -225,7 +225,7 @@ def test_forward_mode_agrees_with_reverse_mode(name):
     np.testing.assert_allclose(forward, jnp.vdot(cotangent, tangent), rtol=1e-4)
 
 
-# -- dropout --
+# --- Dropout ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXACT)
