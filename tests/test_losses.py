@@ -58,6 +58,15 @@ def test_garbage_of_weight_zero_changes_nothing(case):
     assert not gradient[weights == 0].any()
 
 
+@pytest.mark.parametrize("label", [-100, VOCAB, 99])
+def test_labels_of_weight_zero_may_be_anything(case, label):
+    logits, labels, weights = case
+    marked = jnp.where(weights > 0, labels, label)
+    np.testing.assert_array_equal(
+        cross_entropy(logits, marked, weights), cross_entropy(logits, labels, weights)
+    )
+
+
 def test_sums_add_up_over_any_split_of_the_batch(case):
     whole = cross_entropy(*case)
     parts = [cross_entropy(*(x[row : row + 1] for x in case)) for row in range(ROWS)]

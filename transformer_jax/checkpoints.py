@@ -215,6 +215,10 @@ class Checkpoints:
         """Read the first choice that is whole: its leaves below `part`."""
         self.wait()
         choices = [asked] if isinstance(asked, int) else self.steps()[::-1]
+        if isinstance(asked, int) and asked not in self.steps():
+            raise CheckpointError(
+                f"{self.directory} has no step {asked}: it has {self.steps()}"
+            )
         if asked == "best":
             choices.sort(key=self._score)
         for step in choices:

@@ -140,6 +140,7 @@ class TrainedModel:
             Status.UNFINISHED: f"no end within decode.max_length="
             f"{self.config.max_length}",
             Status.EMPTY: "the model's output is empty",
+            Status.INFEASIBLE: "the model gives no finite probability",
         }.get(status, "")
         text = self.run.target_tokenizer.decode(ids)
         return Output(text, status, reason, float(found.scores[row, 0]))

@@ -40,6 +40,7 @@ def cross_entropy(
     counted = weights > 0
     # Selected before any arithmetic: what is not finite there has no gradient either.
     logits = jnp.where(counted[..., None], logits, jnp.zeros_like(logits))
+    labels = jnp.where(counted, labels, jnp.zeros_like(labels))
     if logits.dtype != jnp.float64:
         logits = logits.astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)

@@ -187,6 +187,7 @@ def open_run(workdir: str, config: Config | None = None) -> Run:
     path = epath.Path(workdir).expanduser()
     config = config or read_config(path)
     objectives.validate(config)
+    find_source(config)
     tokenizers = _load_tokenizers(path)
     for side, tokenizer in zip(SIDES, tokenizers, strict=True):
         wanted = getattr(config.model, f"{side}_vocab")

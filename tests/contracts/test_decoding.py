@@ -111,6 +111,17 @@ class TestEveryStrategy:
         ):
             run(strategy, step_fn, cache, max_length=0)
 
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_a_row_without_a_best_token_is_infeasible(self, strategy, bad):
+        step_fn, cache, _ = table_model(6)
+        broken = (cache[0].at[1].set(bad), cache[1])
+        found, sound = (run(strategy, step_fn, c) for c in (broken, cache))
+        assert found.status[1, 0] == Status.INFEASIBLE
+        assert (found.lengths[1, 0], found.scores[1, 0]) == (0, -np.inf)
+        assert (found.tokens[1] == PAD).all()
+        for row in (0, 2, 3, 4):
+            np.testing.assert_array_equal(found.tokens[row], sound.tokens[row])
+
     def test_is_jit_able_with_the_same_result(self, strategy):
         step_fn, cache, _ = table_model(6)
         eager = run(strategy, step_fn, cache)

@@ -22,7 +22,8 @@ class _State(NamedTuple):
     tokens: jax.Array  # int32 [B, T], PAD where nothing is written
     lengths: jax.Array  # int32 [B], tokens before END; grows until END
     scores: jax.Array  # float32 [B], sum of log-probabilities up to and with END
-    finished: jax.Array  # bool [B], END has come
+    finished: jax.Array  # bool [B], END has come, or the row is broken
+    broken: jax.Array  # bool [B], some step gave no finite best log-probability
     cache: PyTree
 
 
@@ -49,7 +50,8 @@ def greedy(
 
     Returns:
         One hypothesis a row: tokens `[B, 1, max_length]`. Status OK, EMPTY (END came
-        first) or UNFINISHED (no END within `max_length`).
+        first), UNFINISHED (no END within `max_length`) or INFEASIBLE (some step had no
+        finite best log-probability: no tokens, score -inf).
 
     Raises:
         ValueError: `max_length` is below 1.
@@ -76,7 +78,9 @@ def greedy(
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
         token = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
         gain = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
-        done = state.finished
+        # No token is best among NaN or where all are excluded: the row ends here.
+        broken = state.broken | (~state.finished & ~jnp.isfinite(gain))
+        done = state.finished | broken
         written = ~done & (token != end_id)
         return _State(
             time=state.time + 1,
@@ -87,6 +91,7 @@ def greedy(
             lengths=state.lengths + written.astype(jnp.int32),
             scores=state.scores + jnp.where(done, 0.0, gain),
             finished=done | (token == end_id),
+            broken=broken,
             cache=cache,
         )
 
@@ -100,14 +105,17 @@ def greedy(
             lengths=jnp.zeros(rows, jnp.int32),
             scores=jnp.zeros(rows, jnp.float32),
             finished=jnp.zeros(rows, bool),
+            broken=jnp.zeros(rows, bool),
             cache=cache,
         ),
     )
     status = jnp.where(final.lengths == 0, Status.EMPTY, Status.OK)
-    status = jnp.where(final.finished, status, Status.UNFINISHED).astype(jnp.int32)
+    status = jnp.where(final.finished, status, Status.UNFINISHED)
+    status = jnp.where(final.broken, Status.INFEASIBLE, status).astype(jnp.int32)
+    broken = final.broken[:, None]
     return Hypotheses(
-        final.tokens[:, None],
-        final.lengths[:, None],
-        final.scores[:, None],
+        jnp.where(broken, pad_id, final.tokens)[:, None],
+        jnp.where(broken, 0, final.lengths[:, None]),
+        jnp.where(broken, -jnp.inf, final.scores[:, None]),
         status[:, None],
     )
