@@ -42,6 +42,8 @@ def test_a_misspelt_field_of_a_config_file_is_refused():
         ({"train": {"steps": 0}}, "train.steps must be at least 1, not 0"),
         ({"train": {"learning_rate": float("nan")}}, "must be finite"),
         ({"data": {"bucket_lengths": [9, 4]}}, "must be rising integers"),
+        ({"data": {"bucket_lengths": [4, "a"]}}, "must be rising integers"),
+        ({"train": {"seed": 2**32}}, "train.seed must be between 0 and"),
         ({"data": {"bucket_lengths": []}}, "must be rising integers"),
         ({"data": {"bucket_lengths": [4, 5000]}}, "must lie between 2 and"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from transformer_jax.config import ConfigError
 from transformer_jax.run_directory import (
     config_changes,
+    exclusive,
     refuse_changes,
     require_writable,
     write_json,
@@ -83,3 +84,14 @@ def test_unwritable_directory_is_one_clear_line(tmp_path, place):
     finally:
         if closed.is_mount():
             subprocess.run(["umount", closed], check=True)
+
+
+def test_one_process_at_a_time_trains_in_a_directory(tmp_path):
+    with (
+        exclusive(tmp_path),
+        pytest.raises(ConfigError, match="another process trains in"),
+        exclusive(tmp_path),
+    ):
+        pass
+    with exclusive(tmp_path):
+        assert not list(tmp_path.iterdir())

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"--help", "-h", "-help"} & set(arguments):
         print(_module(command).__doc__.strip())
         return DONE
+    if sys.stdout is None:
+        return _complain(f"{command}: standard output is closed", REFUSED)
     with _standard_output() as output:
         return _run(command, arguments[1:], output)
 

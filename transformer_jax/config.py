@@ -115,14 +115,16 @@ class DataConfig(_Checked):
     tokens_per_batch: int = _field(4096, low=1)
     # Padded lengths: a pair goes to the first bucket that holds both its sides.
     bucket_lengths: tuple = (8, 12, 16, 32)
-    seed: int = _field(0, low=0)
+    seed: int = _field(0, low=0, high=2**32 - 1)
     prefetch: int = _field(2, low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = self.bucket_lengths
-        rising = all(a < b for a, b in itertools.pairwise(lengths))
-        if not lengths or not rising or not all(type(n) is int for n in lengths):
+        whole = all(type(length) is int for length in lengths)
+        if not (lengths and whole) or not all(
+            a < b for a, b in itertools.pairwise(lengths)
+        ):
             raise ConfigError(
                 f"data.bucket_lengths must be rising integers, not {lengths}"
             )
@@ -139,7 +141,7 @@ class TrainConfig(_Checked):
 
     objective: str = "autoregressive"
     steps: int = _field(1000, low=1)
-    seed: int = _field(0, low=0)
+    seed: int = _field(0, low=0, high=2**32 - 1)
     optimizer: str = _field("adamw", choices=("adamw", "sgd"))
     learning_rate: float = _field(1e-3, low=0.0)
     schedule: str = _field("rsqrt", choices=("rsqrt", "cosine", "constant"))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import DecodeConfig
+from transformer_jax.config import ConfigError, DecodeConfig
 from transformer_jax.data import InvalidText
 from transformer_jax.decoding import STRATEGIES, Hypotheses, Status
 from transformer_jax.models import Seq2Seq
@@ -184,12 +184,16 @@ def load_model(run: Run, *, step: int | str | None = "best") -> TrainedModel:
         step: a saved step, "best" (lowest validation loss) or None for the newest.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or none that can be read.
-        ConfigError: the vocabulary is not the one it was trained with.
+        CheckpointError: no checkpoint can be read.
+        ConfigError: there is no such step, or the vocabulary is not the one it was
+            trained with.
     """
     mesh = make_mesh(run.config.parallel)
     wanted = abstract_params(run.model(), mesh)
-    restored = run.checkpoints(read_only=True).restore_params(wanted, step=step)
+    checkpoints = run.checkpoints(read_only=True)
+    if isinstance(step, int) and step not in (steps := checkpoints.steps()):
+        raise ConfigError(f"{run.workdir} has no step {step}: it has {steps}")
+    restored = checkpoints.restore_params(wanted, step=step)
     run.require_vocabulary_of(restored)
     params = jax.device_put(restored.state, replicated(mesh))
     return TrainedModel(run, restored.step, params, mesh)

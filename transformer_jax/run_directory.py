@@ -1,9 +1,11 @@
 """A run's working directory: proven writable, written atomically, never mixed up."""
 
+import contextlib
+import fcntl
 import json
 import os
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from etils import epath
@@ -63,6 +65,35 @@ def require_writable(workdir: Any) -> None:
             f"--workdir {path} cannot be written ({reason}): choose another one, or "
             "mend its permissions or its disk"
         ) from error
+
+
+@contextlib.contextmanager
+def exclusive(workdir: Any) -> Iterator[None]:
+    """Keep other trainings out of a local working directory; the lock dies with us.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    path = epath.Path(workdir)
+    if not is_local(path):
+        yield
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        _lock(folder, path)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, path: epath.Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"another process trains in --workdir {path}: wait for its end, or "
+            "choose another one"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

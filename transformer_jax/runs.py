@@ -35,7 +35,12 @@ from transformer_jax.data import (
     open_cache,
 )
 from transformer_jax.models import Seq2Seq, build_model
-from transformer_jax.run_directory import refuse_changes, require_writable, write_json
+from transformer_jax.run_directory import (
+    config_changes,
+    refuse_changes,
+    require_writable,
+    write_json,
+)
 
 CONFIG_FILE = "config.json"
 SIDES = ("source", "target")
@@ -112,6 +117,13 @@ class Run:
             read_only=read_only,
         )
 
+    def record(self) -> None:
+        """Write the configuration down, once nothing of it can be refused any more."""
+        write_json(
+            self.workdir / CONFIG_FILE,
+            {"config": to_dict(self.config), "versions": versions()},
+        )
+
     def require_vocabulary_of(self, restored: Restored) -> None:
         """Refuse a checkpoint that was trained with other vocabularies.
 
@@ -170,7 +182,6 @@ def create_run(
     }
     config = dataclasses.replace(config, model=_fitted(config.model, sizes))
     build_model(config.model)
-    write_json(path / CONFIG_FILE, {"config": to_dict(config), "versions": versions()})
     return Run(path, config, *tokenizers)
 
 
@@ -185,9 +196,11 @@ def open_run(workdir: str, config: Config | None = None) -> Run:
         ConfigError: there is no run, or a file of it is damaged or does not fit.
     """
     path = epath.Path(workdir).expanduser()
-    config = config or read_config(path)
+    saved = read_config(path)
+    config = config or saved
     objectives.validate(config)
     find_source(config)
+    _require_same_model(saved, config)
     tokenizers = _load_tokenizers(path)
     for side, tokenizer in zip(SIDES, tokenizers, strict=True):
         wanted = getattr(config.model, f"{side}_vocab")
@@ -198,6 +211,19 @@ def open_run(workdir: str, config: Config | None = None) -> Run:
                 f"{path / 'vocabulary' / side}.json has {found}: restore that file"
             )
     return Run(path, config, *tokenizers)
+
+
+def _require_same_model(saved: Config, now: Config) -> None:
+    """Flags may change how a model is used, not what it is; its precision they may."""
+    changes = [
+        line
+        for line in config_changes(to_dict(saved), to_dict(now))
+        if line.startswith(("model.", "data.source:")) and "model.dtype:" not in line
+    ]
+    if changes:
+        raise ConfigError(
+            f"a trained model cannot be changed ({'; '.join(changes)}): leave that out"
+        )
 
 
 def read_config(workdir: Any) -> Config:

@@ -18,6 +18,7 @@ from transformer_jax.data import BatchPlan, Prefetcher, Step, TokenCache, device
 from transformer_jax.objectives import OBJECTIVES
 from transformer_jax.optimizers import make_optimizer, make_schedule
 from transformer_jax.progress import MetricsFile, Progress
+from transformer_jax.run_directory import exclusive
 from transformer_jax.runs import Run
 from transformer_jax.sharding import batch_sharding, make_mesh
 from transformer_jax.training import (
@@ -94,8 +95,12 @@ class Trainer:
             NonFiniteLossError: training diverged; nothing of it is saved.
             CheckpointError: a checkpoint can be neither saved nor read.
         """
-        with self._run.checkpoints(read_only=False) as self._checkpoints:
+        with (
+            exclusive(self._run.workdir),
+            self._run.checkpoints(read_only=False) as self._checkpoints,
+        ):
             state, start = self._first_state()
+            self._run.record()
             self._metrics = MetricsFile(
                 self._run.workdir / "metrics.jsonl", resumed_step=start
             )

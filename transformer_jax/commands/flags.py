@@ -134,7 +134,7 @@ class _ConfigFile(flags.ArgumentParser):
         try:
             loader.exec_module(module)
             settings = module.get_config(*argument)
-        except Exception as error:  # The file may do whatever it likes.
+        except (Exception, SystemExit) as error:  # It may do whatever it likes.
             raise ConfigError(
                 f"the file does not work: {type(error).__name__}: {_one_line(error)}"
             ) from error

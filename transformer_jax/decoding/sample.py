@@ -109,6 +109,11 @@ def greedy(
             cache=cache,
         ),
     )
+    return _hypotheses(final, pad_id)
+
+
+def _hypotheses(final: _State, pad_id: int) -> Hypotheses:
+    """Return what the last state holds; of a broken row nothing is left."""
     status = jnp.where(final.lengths == 0, Status.EMPTY, Status.OK)
     status = jnp.where(final.finished, status, Status.UNFINISHED)
     status = jnp.where(final.broken, Status.INFEASIBLE, status).astype(jnp.int32)
