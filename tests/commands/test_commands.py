@@ -259,7 +259,18 @@ def test_check_finds_nothing_wrong(data, trained, monkeypatch):
     called = call("check", f"--workdir={trained[0]}")
     assert called.code == 0, called.err
     assert json.loads(called.out) == {"ok": True, "wrong": []}
-    assert "steps [60, 120]" in called.err
+    assert "checkpoints  [60, 120]" in called.err
+
+
+def test_check_reads_every_checkpoint(data, copied, monkeypatch):
+    for name in {*SOURCES} - {"backwards"}:
+        monkeypatch.delitem(SOURCES, name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
+    damage(copied, "checkpoints/60/files.json", None)
+    called = call("check", f"--workdir={copied}")
+    assert called.code == 1
+    assert json.loads(called.out) == {"ok": False, "wrong": ["checkpoint 60"]}
+    assert "checkpoint 120  can be read" in called.err
 
 
 def test_check_names_what_is_wrong(data, copied, monkeypatch):

@@ -6,6 +6,7 @@ Prints one line for each thing looked at, then one JSON line; exit code 1 if any
 wrong. Python, packages, devices, data and, if named, the working directory.
 """
 
+import contextlib
 import importlib.metadata
 import pathlib
 import shutil
@@ -108,7 +109,10 @@ def _devices() -> Iterator[Finding]:
 
 
 def _data(workdir: str | None) -> Iterator[Finding]:
-    settings = read_config(workdir).data if workdir else DataConfig()
+    # What is wrong with the working directory is told below, once.
+    settings = DataConfig()
+    with contextlib.suppress(ConfigError):
+        settings = read_config(workdir).data if workdir else settings
     directory = data_directory(settings.directory)
     require_writable(directory)
     free = shutil.disk_usage(directory).free
@@ -134,7 +138,15 @@ def _workdir(workdir: str) -> Iterator[Finding]:
     sizes = f"{model.source_vocab} source and {model.target_vocab} target symbols"
     yield Finding("vocabulary", sizes)
     require_writable(workdir)
-    steps = opened.checkpoints(read_only=True).steps()
-    yield Finding("checkpoints", f"steps {steps}")
-    trained = load_model(opened, step=None)
-    yield Finding("newest readable checkpoint", f"step {trained.step}")
+    checkpoints = opened.checkpoints(read_only=True)
+    missing = "" if checkpoints.steps() else "train first"
+    best = checkpoints.best_step()
+    yield Finding("checkpoints", f"{checkpoints.steps()}, the best {best}", missing)
+    # Read one by one: decoding wants the best, training the newest.
+    for step in checkpoints.steps():
+        yield from _guarded(f"checkpoint {step}", lambda step=step: _step(opened, step))
+
+
+def _step(opened: Run, step: int) -> Iterator[Finding]:
+    load_model(opened, step=step)
+    yield Finding(f"checkpoint {step}", "can be read")

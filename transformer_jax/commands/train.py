@@ -3,6 +3,8 @@
   transformer-jax train --config=configs/cmudict.py --workdir=runs/cmudict
       [--config.train.steps=2000 ...] [--allow_config_change=train.steps,...]
 
+Every setting of transformer_jax/config.py is such a flag.
+
 Prints one JSON line: step, loss, best_step. Exit code 75 says that it was told to stop
 and has saved: start it again and it goes on where it was.
 """
