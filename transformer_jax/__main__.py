@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
     """Run a command and turn what it raises into one line and an exit code."""
     # Late: importing jax takes a second, and a wrong command should not wait for it.
+    from jax.errors import JaxRuntimeError
+
     from transformer_jax.checkpoints import CheckpointError
     from transformer_jax.commands.flags import parse
     from transformer_jax.config import ConfigError
@@ -62,6 +64,11 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
         return _complain(f"{command}: {error}", PREEMPTED)
     except (CheckpointError, NonFiniteLossError, InvalidText, OSError) as error:
         return _complain(f"{command}: {error}", FAILED)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = "use smaller batches (data.tokens_per_batch, decode.rows)"
+        return _complain(f"{command}: out of memory, {hint}: {error}", FAILED)
     except KeyboardInterrupt:
         return _complain(f"{command}: interrupted", INTERRUPTED)
     return code

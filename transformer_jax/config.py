@@ -168,10 +168,10 @@ class DecodeConfig(_Checked):
     """How a trained model turns sources into outputs."""
 
     strategy: str = "greedy"
-    # Longest output, END counted.
-    max_length: int = _field(32, low=1)
+    # Longest output, END counted. The cache is that long, so its size has an end.
+    max_length: int = _field(32, low=1, high=2**16)
     # Longest source; a longer one is refused as INVALID.
-    max_source_length: int = _field(32, low=1)
+    max_source_length: int = _field(32, low=1, high=2**16)
     rows: int = _field(256, low=1)
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from command_line import (
     ROOT,
@@ -15,6 +16,8 @@ from command_line import (
     train,
 )
 from toy import call
+
+from transformer_jax.inference import TrainedModel
 
 
 def test_usage_is_shown():
@@ -201,3 +204,12 @@ def test_trained_model_is_not_changed_by_flags(trained, change):
     called = call("evaluate", f"--workdir={trained[0]}", f"--config.{change}")
     name, _, value = change.partition("=")
     assert_refused(called, "a trained model cannot be changed", name, value)
+
+
+def test_full_memory_is_one_clear_line(trained, monkeypatch):
+    def exhaust(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(TrainedModel, "decode", exhaust)
+    called = call("decode", f"--workdir={trained[0]}", stdin=b"abc\n")
+    assert_refused(called, "out of memory", "decode.rows", code=1)
