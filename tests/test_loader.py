@@ -63,20 +63,15 @@ def sharding(devices):
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-def by_hand(cache, step, by):
+def by_hand(cache, step):
     """The batch row by row, in plain Python."""
     rows = []
     for item in step.items.tolist():
         if item < 0:
             source, target, weight, example = [], [], 0, -1
-        elif by == "pairs":
+        else:
             example, weight = int(cache.example_of(item)), 1
             source, target = cache.source(example), cache.target(item)
-        else:
-            example, weight = item, 1
-            source = cache.source(item)
-            references = cache.references(item) if by == "examples" else []
-            target = references[0] if references else []
         padded = [0] * step.bucket.source_length
         padded[: len(source)] = list(source)
         wanted = [1] * step.bucket.target_length
@@ -85,17 +80,16 @@ def by_hand(cache, step, by):
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize("by", ["pairs", "examples", "sources"])
-def test_rows_equal_those_made_by_hand(by, cache):
+def test_rows_equal_those_made_by_hand(cache):
     items = np.array([5, -1, 0, 28, 13, -1, 5], np.int32)
     step = Step(Bucket(9, 11, 7), items)
-    batch = make_rows(cache, step, by=by, **PADS)
+    batch = make_rows(cache, step, **PADS)
     for name, found, wanted in zip(
-        batch._fields, batch, by_hand(cache, step, by), strict=True
+        batch._fields, batch, by_hand(cache, step), strict=True
     ):
         np.testing.assert_array_equal(found, wanted, err_msg=name)
     assert [field.dtype for field in batch] == [np.int32] * 4 + [np.float32, np.int32]
-    part = make_rows(cache, step, slice(2, 5), by=by, **PADS)
+    part = make_rows(cache, step, slice(2, 5), **PADS)
     for found, whole in zip(part, batch, strict=True):
         np.testing.assert_array_equal(found, whole[2:5])
 
@@ -104,24 +98,18 @@ def test_a_longer_item_than_its_bucket_is_refused(cache):
     longest = int(cache.target_lengths.argmax())
     fits = int(cache.target_lengths.max()) + 1
     items = np.array([longest], np.int32)
-    make_rows(cache, Step(Bucket(9, fits, 1), items), by="pairs", **PADS)
+    make_rows(cache, Step(Bucket(9, fits, 1), items), **PADS)
     with pytest.raises(ValueError, match=f"item {longest} has"):
-        make_rows(cache, Step(Bucket(9, fits - 1, 1), items), by="pairs", **PADS)
-
-
-def test_an_unknown_kind_of_item_is_refused(cache):
-    step = Step(Bucket(9, 9, 1), np.array([0], np.int32))
-    with pytest.raises(ValueError, match="not 'words'"):
-        make_rows(cache, step, by="words", **PADS)
+        make_rows(cache, Step(Bucket(9, fits - 1, 1), items), **PADS)
 
 
 def test_global_batches_are_the_same_on_any_number_of_devices(cache):
     plan = plan_of_pairs(cache)
     for number in range(plan.steps_per_epoch):
         step = plan.step(number)
-        whole = make_rows(cache, step, by="pairs", **PADS)
+        whole = make_rows(cache, step, **PADS)
         for devices in (1, 2, 8):
-            batch = device_batch(cache, step, sharding(devices), by="pairs", **PADS)
+            batch = device_batch(cache, step, sharding(devices), **PADS)
             for found, wanted in zip(batch, whole, strict=True):
                 assert len(found.sharding.device_set) == devices
                 assert found.dtype == wanted.dtype
@@ -137,7 +125,7 @@ def test_each_slice_of_rows_is_made_once_for_all_fields(cache, monkeypatch):
 
     monkeypatch.setattr(loader, "make_rows", counted)
     step = plan_of_pairs(cache).step(0)
-    device_batch(cache, step, sharding(4), by="pairs", **PADS)
+    device_batch(cache, step, sharding(4), **PADS)
     quarter = step.bucket.rows // 4
     starts = sorted(part.start for part in made)
     assert starts == [quarter * number for number in range(4)]
@@ -147,9 +135,9 @@ def test_replicated_and_doubly_cut_meshes(cache):
     """Rows are cut along one axis of the mesh and copied along the other."""
     step = plan_of_pairs(cache).step(0)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    whole = make_rows(cache, step, by="pairs", **PADS)
+    whole = make_rows(cache, step, **PADS)
     for spec in (PartitionSpec("data"), PartitionSpec()):
-        batch = device_batch(cache, step, NamedSharding(mesh, spec), by="pairs", **PADS)
+        batch = device_batch(cache, step, NamedSharding(mesh, spec), **PADS)
         for found, wanted in zip(batch, whole, strict=True):
             np.testing.assert_array_equal(np.asarray(found), wanted)
 
@@ -270,7 +258,7 @@ def test_the_straight_run_and_the_resumed_one_feed_the_same(cache):
     plan = plan_of_pairs(cache)
 
     def make(number):
-        return device_batch(cache, plan.step(number), sharding(8), by="pairs", **PADS)
+        return device_batch(cache, plan.step(number), sharding(8), **PADS)
 
     stop = plan.steps_per_epoch + 2
     with Prefetcher(make, 0, stop) as batches:

@@ -170,23 +170,17 @@ def test_the_padding_share_counts_places_without_a_symbol():
     assert BatchPlan([3] * 8, [2] * 8, **SETTINGS).padding_share == 0
 
 
-def test_items_that_fit_no_bucket_are_refused_or_counted():
+def test_items_that_fit_no_bucket_are_refused():
     source, target = [3, 9, 1, 2], [1, 1, 8, 7]
     message = r"2 of 4 items fit no bucket: the longest needs 9 places.*end at 8"
     with pytest.raises(ValueError, match=message):
         BatchPlan(source, target, **SETTINGS)
-    plan = BatchPlan(source, target, skip_too_long=True, **SETTINGS)
-    assert plan.too_long.tolist() == [1, 2]
-    items = np.concatenate([step.items for step in epoch_of(plan)])
-    assert sorted(items[items >= 0]) == [0, 3]
-    assert planned().too_long.tolist() == []
 
 
 @pytest.mark.parametrize(
     ("source", "target", "changed", "message"),
     [
         ([], [], {}, "no items"),
-        ([9], [1], {"skip_too_long": True}, "no items"),
         ([1, 2], [1], {}, r"not \(2,\) and \(1,\)"),
         ([[1]], [[1]], {}, "must be flat"),
         ([1, 0], [1, 1], {}, "item 1 has no source"),

@@ -30,20 +30,6 @@ def edit_distance(first: Symbols, second: Symbols) -> int:
     return row[-1]
 
 
-def word_error(hypothesis: Symbols, references: Sequence[Symbols]) -> int:
-    """Return 0 if the hypothesis equals any reference, else 1.
-
-    The rule of CMUSphinx g2p-seq2seq (`calc_errors` in g2p.py): each pronunciation
-    that the dictionary lists counts as right.
-
-    Raises:
-        ValueError: there is no reference.
-    """
-    _check(references)
-    hypothesis = _plain(hypothesis)
-    return int(all(hypothesis != _plain(reference) for reference in references))
-
-
 def phoneme_errors(
     hypothesis: Symbols, references: Sequence[Symbols]
 ) -> tuple[int, int]:
@@ -62,8 +48,11 @@ def phoneme_errors(
 class ErrorRates:
     """Adds up errors over examples; every example is added once.
 
-    WER = 100 * wrong words / words
+    WER = 100 * words that equal none of their references / words
     PER = 100 * sum of phoneme errors / sum of the nearest references' lengths
+
+    The rule of CMUSphinx g2p-seq2seq (`calc_errors` in g2p.py): each pronunciation
+    that the dictionary lists counts as right.
     """
 
     def __init__(self) -> None:

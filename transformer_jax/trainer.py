@@ -328,7 +328,7 @@ class Trainer:
 
         def make(number: int) -> tuple[Step, Batch]:
             planned = plan.step(number)
-            return planned, device_batch(cache, planned, sharding, by="pairs", **pads)
+            return planned, device_batch(cache, planned, sharding, **pads)
 
         depth = self._run.config.data.prefetch
         return Prefetcher(make, start, stop, depth=depth)

@@ -87,11 +87,6 @@ class TokenCache:
         """int32 `[pairs]`, symbols of each pair's reference, END not counted."""
         return np.diff(self._target_offsets).astype(np.int32)
 
-    @functools.cached_property
-    def first_pairs(self) -> np.ndarray:
-        """int `[examples + 1]`: example e has pairs first[e] to first[e + 1] - 1."""
-        return np.searchsorted(self._pair_example, np.arange(self.num_examples + 1))
-
     def source(self, example: int) -> np.ndarray:
         """Return the int32 ids of an example's source."""
         start, stop = self._source_offsets[example : example + 2]
@@ -105,11 +100,6 @@ class TokenCache:
     def example_of(self, pair: Any) -> Any:
         """Return the example of a pair, or of each in an array of pairs."""
         return self._pair_example[pair]
-
-    def references(self, example: int) -> list[np.ndarray]:
-        """Return the ids of all references of an example, in order."""
-        first, stop = self.first_pairs[example : example + 2]
-        return [self.target(pair) for pair in range(first, stop)]
 
     def padded_sources(
         self, examples: np.ndarray, length: int, pad: int

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -16,17 +16,12 @@ from transformer_jax.data.plan import Step
 
 T = TypeVar("T")
 
-# What the plan's items are: pairs (training); examples, with their first reference as
-# target; or sources alone, with empty targets (decoding).
-Items = Literal["pairs", "examples", "sources"]
-
 
 def make_rows(
     cache: TokenCache,
     step: Step,
     rows: slice = slice(None),
     *,
-    by: Items,
     pad_source: int,
     pad_target: int,
 ) -> types.Batch:
@@ -34,27 +29,17 @@ def make_rows(
 
     Args:
         cache: where the ids are.
-        step: the bucket and its items.
+        step: the bucket and its items, numbers of pairs.
         rows: which rows of the batch.
-        by: what the items are numbers of; see `Items`.
         pad_source: id that fills the sources.
         pad_target: id that fills the targets.
 
     Raises:
-        ValueError: an item is longer than its bucket, or `by` is unknown.
+        ValueError: an item is longer than its bucket.
     """
-    items = step.items[rows]
-    filler = items < 0
-    if by == "pairs":
-        pairs = items
-        examples = np.where(filler, -1, cache.example_of(np.maximum(items, 0)))
-    elif by in ("examples", "sources"):
-        examples = items
-        first, stop = cache.first_pairs[items], cache.first_pairs[items + 1]
-        absent = filler | (first == stop) | (by == "sources")
-        pairs = np.where(absent, -1, first)
-    else:
-        raise ValueError(f'by must be "pairs", "examples" or "sources", not {by!r}')
+    pairs = step.items[rows]
+    filler = pairs < 0
+    examples = np.where(filler, -1, cache.example_of(np.maximum(pairs, 0)))
     bucket = step.bucket
     source, source_lengths = cache.padded_sources(
         examples, bucket.source_length, pad_source
@@ -78,7 +63,6 @@ def device_batch(
     step: Step,
     sharding: jax.sharding.NamedSharding,
     *,
-    by: Items,
     pad_source: int,
     pad_target: int,
 ) -> types.Batch:
@@ -89,7 +73,6 @@ def device_batch(
         step: the bucket and its items.
         sharding: how rows are laid out, such as `NamedSharding(mesh, P("data"))`; the
             rows must be divisible by the size of that axis.
-        by: what the items are numbers of; see `Items`.
         pad_source: id that fills the sources.
         pad_target: id that fills the targets.
 
@@ -107,7 +90,6 @@ def device_batch(
                     cache,
                     step,
                     slice(start, stop),
-                    by=by,
                     pad_source=pad_source,
                     pad_target=pad_target,
                 )

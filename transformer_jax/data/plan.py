@@ -38,7 +38,6 @@ class BatchPlan:
     Attributes:
         buckets: the shapes in use, short ones first.
         steps_per_epoch: number of batches that hold every item once.
-        too_long: ids of items that fit no bucket and are left out.
         padding_share: share of an epoch's places, both sides, that hold no symbol.
     """
 
@@ -52,7 +51,6 @@ class BatchPlan:
         multiple: int = 1,
         seed: int = 0,
         shuffle: bool = True,
-        skip_too_long: bool = False,
     ) -> None:
         """Plan; the arrays are `[items]`, target lengths without END.
 
@@ -65,26 +63,24 @@ class BatchPlan:
                 times the micro-batches of a step.
             seed: draws the order of every epoch.
             shuffle: False keeps the order of items, bucket after bucket.
-            skip_too_long: leave items out that fit no bucket instead of raising.
 
         Raises:
-            ValueError: an item fits no bucket, an argument is out of range, or no item
-                is left.
+            ValueError: an item fits no bucket, an argument is out of range, or there
+                is no item.
         """
         source_lengths = np.asarray(source_lengths, np.int64)
         end_lengths = np.asarray(target_lengths, np.int64) + 1
         _check(source_lengths, end_lengths, bucket_lengths, multiple)
         needed = np.maximum(source_lengths, end_lengths)
         place = np.searchsorted(bucket_lengths, needed)
-        self.too_long = np.flatnonzero(place == len(bucket_lengths))
-        if len(self.too_long) and not skip_too_long:
+        if too_long := int((place == len(bucket_lengths)).sum()):
             raise ValueError(
-                f"{len(self.too_long)} of {len(needed)} items fit no bucket: the "
+                f"{too_long} of {len(needed)} items fit no bucket: the "
                 f"longest needs {needed.max()} places, the buckets end at "
                 f"{bucket_lengths[-1]}; add a longer one to data.bucket_lengths"
             )
-        if len(self.too_long) == len(needed):
-            raise ValueError("no items to plan: the data set is empty or all too long")
+        if not len(needed):
+            raise ValueError("no items to plan: the data set is empty")
         self._seed = seed
         self._shuffle = shuffle
         self._lock = threading.Lock()
