@@ -50,7 +50,7 @@ def test_stress_is_stripped_and_what_becomes_alike_is_one():
     ]
 
 
-def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path, capsys):
+def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path, capsys, caplog):
     words = list(cmudict.parse(dictionary.read_text().splitlines()))
     found = {
         split: [word for word, _ in cmudict.read(str(tmp_path / "data"), split)]
@@ -59,7 +59,9 @@ def test_every_word_is_in_one_split_in_file_order(dictionary, tmp_path, capsys):
     assert found["validation"] == words[::20]
     assert found["test"] == [w for i, w in enumerate(words) if i % 20 in (1, 2)]
     assert found["train"] == [w for i, w in enumerate(words) if i % 20 > 2]
-    assert capsys.readouterr().out == ""
+    said = f"preparing the CMU dictionary in {tmp_path / 'data'}\n"
+    assert capsys.readouterr() == ("", said)
+    assert not caplog.records
 
 
 def test_sources_give_references_with_and_without_stress(dictionary, tmp_path):
@@ -117,7 +119,7 @@ def test_a_full_disk_is_named(dictionary, tmp_path, monkeypatch):
         raise RuntimeError("write() failed: No space left on device\nmore")
 
     monkeypatch.setattr(cmudict.Cmudict, "download_and_prepare", full)
-    with pytest.raises(ConfigError, match=r"No space left on device\): set data"):
+    with pytest.raises(ConfigError, match=r"No space left on device more\): set data"):
         cmudict.read(str(tmp_path), "train")
 
 

@@ -8,21 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import TINY
 
-from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config import ConfigError
 from transformer_jax.models import build_model
 
 B, S, T = 3, 5, 7
-CONFIG = ModelConfig(
-    source_vocab=11,
-    target_vocab=13,
-    encoder_layers=2,
-    decoder_layers=2,
-    width=8,
-    heads=2,
-    feed_forward=12,
-    dropout=0.1,
-)
+CONFIG = dataclasses.replace(TINY, encoder_layers=2, decoder_layers=2, dropout=0.1)
 VARIANTS = {
     "plain": {},
     "post": {"norm_position": "post", "scan_layers": True},

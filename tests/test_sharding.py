@@ -7,25 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from tiny import TINY
 
-from transformer_jax.config import ConfigError, ModelConfig, ParallelConfig
+from transformer_jax.config import ConfigError, ParallelConfig
 from transformer_jax.models import build_model
 from transformer_jax.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from transformer_jax.types import EMBED, LOGICAL_AXES, VOCAB
 
-SIZES = {
-    "source_vocab": 11,
-    "target_vocab": 13,
-    "width": 8,
-    "heads": 2,
-    "feed_forward": 12,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-}
-
 
 def boxed_parameters(**settings):
-    model = build_model(ModelConfig(**SIZES, **settings))
+    model = build_model(dataclasses.replace(TINY, **settings))
     tokens = jnp.ones((1, 2), jnp.int32)
     return jax.eval_shape(
         lambda: model.init(jax.random.key(0), tokens, jnp.ones(1, int), tokens)

@@ -1,5 +1,6 @@
 """The training step: what a token weighs on any devices and micro-batches."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import TINY
 from trees import named
 
-from transformer_jax.config import ModelConfig, ParallelConfig, TrainConfig
+from transformer_jax.config import ParallelConfig, TrainConfig
 from transformer_jax.data import Bucket
 from transformer_jax.models import build_model
 from transformer_jax.objectives import OBJECTIVES
@@ -34,19 +36,8 @@ class Vocabulary:
 
 
 def model_of(dropout):
-    return build_model(
-        ModelConfig(
-            source_vocab=11,
-            target_vocab=13,
-            encoder_layers=1,
-            decoder_layers=1,
-            width=8,
-            heads=2,
-            feed_forward=12,
-            dropout=dropout,
-            attention_dropout=dropout,
-        )
-    )
+    config = dataclasses.replace(TINY, dropout=dropout, attention_dropout=dropout)
+    return build_model(config)
 
 
 def batch_of(seed, filler=3):

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from transformer_jax import checkpoint_store
-from transformer_jax.run_directory import first_line, is_local
+from transformer_jax.run_directory import is_local, one_line
 from transformer_jax.types import PyTree
 
 PARAMS = "params"
@@ -232,7 +232,7 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:  # Orbax has no class of its own for damage.
-                problem = f"checkpoint {folder} cannot be read ({first_line(error)})"
+                problem = f"checkpoint {folder} cannot be read ({one_line(error)})"
             if isinstance(asked, int):
                 raise CheckpointError(f"{problem}: the directory has {self.steps()}")
             self._unreadable.add(step)
@@ -315,4 +315,4 @@ def _reason(error: BaseException) -> str:
     """Say in a few words why a save failed."""
     if os.strerror(errno.ENOSPC) in str(error):
         return "no space left on the device, free some and start again"
-    return first_line(error)
+    return one_line(error)

@@ -60,7 +60,7 @@ def require_writable(workdir: Any) -> None:
         probe.write_text("x")
         probe.unlink()
     except Exception as error:  # Object stores have error classes of their own.
-        reason = getattr(error, "strerror", None) or first_line(error)
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(
             f"--workdir {path} cannot be written ({reason}): choose another one, or "
             "mend its permissions or its disk"
@@ -96,10 +96,10 @@ def _lock(folder: int, path: epath.Path) -> None:
         ) from None
 
 
-def first_line(error: BaseException) -> str:
-    """Return what an error says, cut to one line of bearable length."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= 200 else line[:200] + "..."
+def one_line(error: Any) -> str:
+    """Return what an error says as one line of bearable length."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= 300 else line[:300] + "..."
 
 
 def config_changes(saved: dict, now: dict) -> list[str]:

@@ -114,6 +114,8 @@ class Trainer:
                     state = self._loop(state, start)
                 finally:
                     self._progress.end()
+            else:
+                self._progress.say(f"nothing left to do: step {start} is reached")
             self._checkpoints.wait()
             return {
                 "step": int(state.step),
@@ -144,6 +146,11 @@ class Trainer:
             seed = self._config.seed
             return init_state(self._model, self._optimizer, abstract, seed), 0
         self._run.require_vocabulary_of(restored)
+        if restored.metadata["data"] != self._caches["train"].fingerprint:
+            raise ConfigError(
+                f"the training data is not that of step {restored.step}: bring it "
+                "back, or choose another --workdir"
+            )
         self._last_loss = restored.metadata["loss"]
         print(f"resuming at step {restored.step}", file=sys.stderr, flush=True)
         return restored.state, restored.step
@@ -310,6 +317,7 @@ class Trainer:
         metadata = {
             "config": to_dict(self._run.config),
             "vocabulary": self._run.vocabulary_hash,
+            "data": self._caches["train"].fingerprint,
             # The next batch: the plan is a pure function of this number.
             "data_position": step,
             "loss": self._last_loss,

@@ -1,5 +1,6 @@
 """What the commands do, from end to end, on a toy data set."""
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -85,6 +86,7 @@ def test_finished_run_has_nothing_to_do(data, trained, copied):
     again = train(data, copied, **TRAINED)
     assert (again.code, again.out) == (0, trained[1].out)
     assert "compilations" not in again.err
+    assert again.err.splitlines()[-1] == "nothing left to do: step 120 is reached"
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
@@ -174,6 +176,7 @@ def test_results_do_not_depend_on_batches_devices_or_the_way_in(trained, tmp_pat
     assert decoded(workdir, backwards)[0] == expected[0][::-1]
     (tmp_path / "words.txt").write_bytes(lines + b"\n")
     assert decoded(workdir, b"", f"--input={tmp_path / 'words.txt'}") == expected
+    assert decoded(workdir, codecs.BOM_UTF8 + lines) == expected
 
 
 def examples_of(split):
@@ -187,7 +190,9 @@ def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
 
 
 def test_nothing_in_is_nothing_out(trained):
-    assert decoded(trained[0], b"") == ([], [], {"lines": 0, "step": step_of(trained)})
+    for nothing in (b"", codecs.BOM_UTF8):
+        summary = {"lines": 0, "step": step_of(trained)}
+        assert decoded(trained[0], nothing) == ([], [], summary)
 
 
 def step_of(trained):

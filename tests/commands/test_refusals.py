@@ -15,8 +15,9 @@ from command_line import (
     quick,
     train,
 )
-from toy import call
+from toy import BACKWARDS, call, examples
 
+from transformer_jax.data import SOURCES
 from transformer_jax.inference import TrainedModel
 
 
@@ -213,3 +214,17 @@ def test_full_memory_is_one_clear_line(trained, monkeypatch):
     monkeypatch.setattr(TrainedModel, "decode", exhaust)
     called = call("decode", f"--workdir={trained[0]}", stdin=b"abc\n")
     assert_refused(called, "out of memory", "decode.rows", code=1)
+
+
+def test_resuming_on_other_data_is_refused(copied, tmp_path, monkeypatch):
+    fewer = BACKWARDS._replace(examples=lambda *place: examples(*place)[:-1])
+    monkeypatch.setitem(SOURCES, "backwards", fewer)
+    before = (copied / "metrics.jsonl").read_bytes()
+    called = train(
+        tmp_path / "data",
+        copied,
+        "--allow_config_change=data.directory,train.steps",
+        **{**TRAINED, "train.steps": 130},
+    )
+    assert_refused(called, "training data is not that of step 120", "--workdir")
+    assert (copied / "metrics.jsonl").read_bytes() == before

@@ -96,10 +96,15 @@ def test_wrong_step_is_refused(change, error, text):
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [({"pattern": "causal()"}, "not str"), ({"dtype": jnp.int32}, "not int32")],
+    ("options", "error", "text"),
+    [
+        ({"pattern": "causal()"}, TypeError, "not str"),
+        ({"dtype": jnp.int32}, TypeError, "not int32"),
+        ({"max_length": 0}, ValueError, r"at least 1, not \(2, 0, 3, 11\)"),
+        ({"head_width": 0}, ValueError, r"at least 1, not \(2, 5, 3, 0\)"),
+    ],
 )
-def test_wrong_cache_is_refused(options, text):
-    sizes = {"kv_heads": K, "head_width": H, "dtype": jnp.float32}
-    with pytest.raises(TypeError, match=text):
-        attention.ATTENTION["dot_product"].init_cache(B, T, **(sizes | options))
+def test_wrong_cache_is_refused(options, error, text):
+    sizes = {"max_length": T, "kv_heads": K, "head_width": H, "dtype": jnp.float32}
+    with pytest.raises(error, match=text):
+        attention.ATTENTION["dot_product"].init_cache(B, **(sizes | options))

@@ -57,6 +57,7 @@ def init_cache(
 
     Raises:
         TypeError: `dtype` is not floating, or `pattern` no pattern.
+        ValueError: a size is below 1.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
@@ -64,6 +65,11 @@ def init_cache(
         raise TypeError(
             "pattern must be an attention pattern with a method dense(), not "
             f"{type(pattern).__name__}"
+        )
+    if min(batch, max_length, kv_heads, head_width) < 1:
+        raise ValueError(
+            "a cache needs rows, places, heads and a width, each at least 1, not "
+            f"{(batch, max_length, kv_heads, head_width)}"
         )
     shape = (batch, max_length, kv_heads)
     return Cache(

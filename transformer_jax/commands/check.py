@@ -22,7 +22,7 @@ from transformer_jax.checkpoints import CheckpointError
 from transformer_jax.config import ConfigError, DataConfig
 from transformer_jax.data import SOURCES, data_directory
 from transformer_jax.inference import load_model
-from transformer_jax.run_directory import require_writable
+from transformer_jax.run_directory import one_line, require_writable
 from transformer_jax.runs import Run, open_run, read_config
 
 OLDEST_PYTHON = (3, 11)
@@ -83,7 +83,7 @@ def _guarded(subject: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Fi
     try:
         yield from look()
     except (ConfigError, CheckpointError, RuntimeError, OSError) as error:
-        yield Finding(subject, "cannot be used", " ".join(str(error).split()))
+        yield Finding(subject, "cannot be used", one_line(error))
 
 
 def _python() -> Iterator[Finding]:

@@ -3,11 +3,12 @@
   transformer-jax decode --workdir=runs/cmudict [--input=words.txt]
       [--checkpoint=best|latest|STEP] [--config.decode.max_length=40 ...]
 
-Reads --input or standard input, split at newlines, a final carriage return dropped. A
-line that fails is an empty line; `line 17: STATUS reason` goes to standard error, where
-a JSON summary comes last.
+Reads --input or standard input, split at newlines, without a final carriage return and
+a byte-order mark at the start. A line that fails is an empty line; `line 17: STATUS
+reason` goes to standard error, where a JSON summary comes last.
 """
 
+import codecs
 import json
 import pathlib
 import queue
@@ -103,8 +104,11 @@ def _available(source: IO[bytes]) -> Iterator[list[bytes]]:
 
     def read() -> None:
         try:
-            for line in source:
-                waiting.put(line)
+            for number, line in enumerate(source):
+                # Some editors begin a UTF-8 file with a mark that is no text.
+                text = line if number else line.removeprefix(codecs.BOM_UTF8)
+                if text:
+                    waiting.put(text)
             waiting.put(EOFError())
         except Exception as error:  # Whatever it is, the reader's thread must tell.
             waiting.put(error)

@@ -13,6 +13,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import FlagOrderError
 
 from transformer_jax.config import Config, ConfigError, from_config_dict, to_dict
+from transformer_jax.run_directory import one_line
 from transformer_jax.runs import read_config
 
 WORKDIR = "Working directory: a folder or gs:// path."
@@ -42,11 +43,11 @@ def parse(
     except ConfigError:
         raise
     except FlagOrderError as error:
-        raise ConfigError(f"{_one_line(error)}: put --config=FILE first") from error
+        raise ConfigError(f"{one_line(error)}: put --config=FILE first") from error
     except (AttributeError, KeyError) as error:  # How ml_collections says it.
-        raise ConfigError(f"unknown setting {_one_line(_innermost(error))}") from error
+        raise ConfigError(f"unknown setting {one_line(_innermost(error))}") from error
     except (flags.Error, TypeError, ValueError) as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     if extra:
         raise ConfigError(f"unexpected argument {extra[0]!r}: flags begin with --")
     return values
@@ -136,7 +137,7 @@ class _ConfigFile(flags.ArgumentParser):
             settings = module.get_config(*argument)
         except (Exception, SystemExit) as error:  # It may do whatever it likes.
             raise ConfigError(
-                f"the file does not work: {type(error).__name__}: {_one_line(error)}"
+                f"the file does not work: {type(error).__name__}: {one_line(error)}"
             ) from error
         if not isinstance(settings, ml_collections.ConfigDict):
             raise ConfigError("get_config() must return what default_config() returns")
@@ -157,7 +158,3 @@ def _innermost(error: Any) -> Any:
     while isinstance(error, BaseException):
         error = error.args[0] if error.args else type(error).__name__
     return error
-
-
-def _one_line(error: Any) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -10,6 +10,7 @@ Importing this module imports tensorflow-datasets; `sources` does it when it mus
 
 import contextlib
 import importlib.metadata
+import io
 import logging
 import pathlib
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from transformer_jax.config import ConfigError
-from transformer_jax.run_directory import first_line
+from transformer_jax.run_directory import one_line
 
 SPLITS = ("train", "validation", "test")
 
@@ -117,8 +118,7 @@ def read(directory: str, split: str) -> list[Entry]:
     """
     if split not in SPLITS:
         raise ValueError(f"cmudict has no split {split!r}: one of {', '.join(SPLITS)}")
-    # tensorflow-datasets prints on standard output, which belongs to results.
-    with contextlib.redirect_stdout(sys.stderr):
+    with _quiet():
         builder = _opened(directory)
         if not builder.is_prepared():
             builder = _prepare(builder, directory)
@@ -138,6 +138,23 @@ def without_stress(entries: Iterable[Entry]) -> Iterator[Entry]:
         yield word, tuple(plain)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence tensorflow-datasets.
+
+    It prints on standard output, which belongs to results, and warns that a data set
+    is missing before it prepares it; what goes wrong, it raises.
+    """
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _opened(directory: str) -> Cmudict:
     """Return the builder, which has read what is on disk."""
     try:
@@ -148,7 +165,7 @@ def _opened(directory: str) -> Cmudict:
 
 def _prepare(builder: Cmudict, directory: str) -> Cmudict:
     """Write the data set, and return the builder of what is then on disk."""
-    logging.info("preparing the CMU dictionary in %s", directory)
+    print(f"preparing the CMU dictionary in {directory}", file=sys.stderr, flush=True)
     tfds.disable_progress_bar()
     try:
         # Writes to a folder beside the final one and renames that at the end.
@@ -159,7 +176,7 @@ def _prepare(builder: Cmudict, directory: str) -> Cmudict:
         if not _opened(directory).is_prepared():
             raise ConfigError(
                 f"cannot prepare the CMU dictionary in {directory} "
-                f"({first_line(error)}): set data.directory to a folder "
+                f"({one_line(error)}): set data.directory to a folder "
                 "with room that can be written"
             ) from error
     return _opened(directory)
@@ -169,7 +186,7 @@ def _damaged(directory: str, error: Exception) -> ConfigError:
     """Return the error to raise for files that cannot be read."""
     path = pathlib.Path(directory, Cmudict.name)
     return ConfigError(
-        f"the data set in {path} is damaged ({first_line(error)}): delete it"
+        f"the data set in {path} is damaged ({one_line(error)}): delete it"
     )
 
 
