@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from command_line import (
     TRAINED,
@@ -79,6 +81,27 @@ def test_metrics_tell_of_every_report_once_in_order(trained):
     references = [r for each in examples("", "validation") for r in each.references]
     counted = {tokens for _, tokens in metrics_of(workdir, "tokens")}
     assert counted == {sum(len(r.split()) + 1 for r in references)}
+
+
+def test_validation_loss_is_the_mean_over_all_symbols(trained):
+    """Pair by pair from the saved parameters, in NumPy."""
+    workdir = trained[0]
+    run = open_run(workdir)
+    params, cache = load_model(run, step=60).params, run.cache("validation")
+    vocabulary = run.target_tokenizer.vocabulary
+    owners = [cache.example_of(pair) for pair in range(cache.num_pairs)]
+    source, lengths = cache.padded_sources(np.array(owners), 5, 0)
+    ends = [[*cache.target(p), vocabulary.end_id] for p in range(cache.num_pairs)]
+    inputs = np.full((len(ends), 5), vocabulary.pad_id)
+    for row, symbols in zip(inputs, ends, strict=True):
+        row[: len(symbols)] = [vocabulary.bos_id, *symbols[:-1]]
+    logits = run.model().apply({"params": params}, source, lengths, inputs)
+    log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    picked = [
+        log_probs[p, t, s] for p, row in enumerate(ends) for t, s in enumerate(row)
+    ]
+    validated = dict(metrics_of(workdir, "validation_loss"))
+    np.testing.assert_allclose(validated[60], -np.mean(picked), rtol=1e-5)
 
 
 def test_finished_run_has_nothing_to_do(data, trained, copied):
@@ -187,6 +210,13 @@ def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
     output = Output("x\ny", Status.OK, "", 0.0)
     monkeypatch.setattr(TrainedModel, "decode", lambda _, texts: [output] * len(texts))
     assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
+
+
+def test_longest_source_is_decoded_and_one_symbol_more_is_not(trained):
+    texts, said, _ = decoded(trained[0], b"abcdabcd\nabcdabcda")
+    assert (bool(texts[0]), texts[1]) == (True, "")
+    assert said[-1].startswith("line 2: INVALID 9 symbols")
+    assert "decode.max_source_length=8" in said[-1]
 
 
 def test_nothing_in_is_nothing_out(trained):
