@@ -11,7 +11,6 @@ import pytest
 from command_line import (
     TRAINED,
     assert_refused,
-    damage,
     metrics_of,
     started,
     train,
@@ -19,7 +18,6 @@ from command_line import (
 from toy import call, examples
 
 from transformer_jax.__main__ import main
-from transformer_jax.data import SOURCES
 from transformer_jax.decoding import Status
 from transformer_jax.inference import Output, TrainedModel, load_model
 from transformer_jax.metrics import ErrorRates
@@ -284,40 +282,6 @@ def without_stdin(arguments):
     """Python has no stream where the file descriptor is closed."""
     sys.stdin = None
     return main(arguments)
-
-
-def test_check_finds_nothing_wrong(data, trained, monkeypatch):
-    # The real data takes seconds to prepare.
-    for name in {*SOURCES} - {"backwards"}:
-        monkeypatch.delitem(SOURCES, name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
-    called = call("check", f"--workdir={trained[0]}")
-    assert called.code == 0, called.err
-    assert json.loads(called.out) == {"ok": True, "wrong": []}
-    assert "checkpoints  [60, 120]" in called.err
-
-
-def test_check_reads_every_checkpoint(data, copied, monkeypatch):
-    for name in {*SOURCES} - {"backwards"}:
-        monkeypatch.delitem(SOURCES, name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
-    damage(copied, "checkpoints/60/files.json", None)
-    called = call("check", f"--workdir={copied}")
-    assert called.code == 1
-    assert json.loads(called.out) == {"ok": False, "wrong": ["checkpoint 60"]}
-    assert "checkpoint 120  can be read" in called.err
-
-
-def test_check_names_what_is_wrong(data, copied, monkeypatch):
-    for name in {*SOURCES} - {"backwards"}:
-        monkeypatch.delitem(SOURCES, name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "home"))
-    damage(copied, "vocabulary/source.json", "{")
-    called = call("check", f"--workdir={copied}")
-    assert called.code == 1
-    assert json.loads(called.out) == {"ok": False, "wrong": ["working directory"]}
-    assert "source.json" in called.err
-    assert "Traceback" not in called.err
 
 
 def test_status_names_leave_the_other_words_of_the_summary():

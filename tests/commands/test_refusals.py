@@ -19,6 +19,7 @@ from toy import BACKWARDS, call, examples
 
 from transformer_jax.data import SOURCES
 from transformer_jax.inference import TrainedModel
+from transformer_jax.run_directory import exclusive
 
 
 def test_usage_is_shown():
@@ -228,3 +229,8 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, monkeypatch):
     )
     assert_refused(called, "training data is not that of step 120", "--workdir")
     assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_directory_in_which_another_process_trains_is_refused(data, copied):
+    with exclusive(copied):
+        assert_refused(train(data, copied, **TRAINED), "another process trains", copied)
