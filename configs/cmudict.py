@@ -1,4 +1,4 @@
-"""Grapheme to phoneme on CMUdict, without stress: the main job, in minutes.
+"""Grapheme to phoneme on CMUdict, without stress: the main job in minutes, or in full.
 
 Paper: Yolchuyeva et al. 2019, "Transformer based Grapheme-to-Phoneme Conversion", with
 the split of CMUSphinx g2p-seq2seq (every 20th word validation, two of 20 test).
@@ -11,9 +11,25 @@ import ml_collections
 
 from transformer_jax.config import default_config
 
+VARIANTS = ("", "full")
 
-def get_config() -> ml_collections.ConfigDict:
-    """Return the settings."""
+
+def get_config(variant: str = "") -> ml_collections.ConfigDict:
+    """Return the settings: of minutes, or with `:full` those of 75 minutes.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"configs/cmudict.py has no variant {variant!r}: use full")
+    config = _minutes()
+    if variant == "full":
+        _make_full(config)
+    return config
+
+
+def _minutes() -> ml_collections.ConfigDict:
+    """Four epochs of a small model."""
     config = default_config()
     config.data.source = "cmudict"
     config.data.bucket_lengths = (6, 8, 10, 12, 16, 32)
@@ -33,3 +49,19 @@ def get_config() -> ml_collections.ConfigDict:
     config.train.evaluate_every = 955
     config.train.save_every = 500
     return config
+
+
+def _make_full(config: ml_collections.ConfigDict) -> None:
+    """Make it 26 epochs of a wider model, with dropout and a moving average."""
+    config.model.width = 192
+    config.model.feed_forward = 768
+    config.model.dropout = 0.1
+    config.train.steps = 25000
+    config.train.learning_rate = 1.5e-3
+    config.train.warmup = 1000
+    config.train.ema_decay = 0.999
+    config.train.log_every = 250
+    config.train.evaluate_every = 2500
+    config.train.save_every = 500
+    config.train.keep_latest = 8
+    config.train.keep_every = 2500

@@ -15,8 +15,6 @@ from transformer_jax import checkpoint_store
 from transformer_jax.run_directory import is_local, one_line
 from transformer_jax.types import PyTree
 
-PARAMS = "params"
-
 _log = logging.getLogger(__name__)
 
 
@@ -192,22 +190,27 @@ class Checkpoints:
         return restored
 
     def restore_params(
-        self, abstract_params: PyTree, *, step: int | Literal["best"] | None = None
+        self,
+        abstract_params: PyTree,
+        *,
+        step: int | Literal["best"] | None = None,
+        part: str = "params",
     ) -> Restored:
-        """Read the entry `params` of a saved state alone, whatever else it holds.
+        """Read one entry of a saved state alone, whatever else it holds.
 
         Args:
             abstract_params: as in `restore`.
             step: None means the newest; "best" the one of the lowest metric, or the
                 newest if none has a metric.
+            part: the entry, a field of the saved state: "params" or "ema".
 
         Raises:
             CheckpointError: as in `restore`, or the directory holds no checkpoint.
         """
-        restored = self._read({PARAMS: abstract_params}, step, part=PARAMS)
+        restored = self._read({part: abstract_params}, step, part=part)
         if restored is None:
             raise CheckpointError(f"no checkpoint in {self.directory}: train first")
-        return restored._replace(state=restored.state[PARAMS])
+        return restored._replace(state=restored.state[part])
 
     def _read(
         self, wanted: PyTree, asked: int | str | None, part: str = ""

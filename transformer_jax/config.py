@@ -153,6 +153,8 @@ class TrainConfig(_Checked):
     # Largest global norm of the gradient; 0 means no clipping.
     clip: float = _field(1.0, low=0.0)
     label_smoothing: float = _field(0.1, low=0.0, high=0.99)
+    # Decay of the moving average of the parameters; 0 keeps none.
+    ema_decay: float = _field(0.0, low=0.0, high=0.999999)
     # Micro-batches a step is cut into; sums are divided once.
     accumulation: int = _field(1, low=1)
     log_every: int = _field(50, low=1)
@@ -168,6 +170,8 @@ class DecodeConfig(_Checked):
     """How a trained model turns sources into outputs."""
 
     strategy: str = "greedy"
+    # Decode with the moving average of the parameters (`train.ema_decay`).
+    use_ema: bool = False
     # Longest output, END counted. The cache is that long, so its size has an end.
     max_length: int = _field(32, low=1, high=2**16)
     # Longest source; a longer one is refused as INVALID.

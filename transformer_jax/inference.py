@@ -193,7 +193,8 @@ def load_model(run: Run, *, step: int | str | None = "best") -> TrainedModel:
     checkpoints = run.checkpoints(read_only=True)
     if isinstance(step, int) and step not in (steps := checkpoints.steps()):
         raise ConfigError(f"{run.workdir} has no step {step}: it has {steps}")
-    restored = checkpoints.restore_params(wanted, step=step)
+    part = "ema" if run.config.decode.use_ema else "params"
+    restored = checkpoints.restore_params(wanted, step=step, part=part)
     run.require_vocabulary_of(restored)
     params = jax.device_put(restored.state, replicated(mesh))
     return TrainedModel(run, restored.step, params, mesh)

@@ -87,6 +87,11 @@ def validate(config: Config) -> None:
             f"train.objective must be one of {', '.join(OBJECTIVES)}, not "
             f"{config.train.objective!r}"
         )
+    if config.decode.use_ema and not config.train.ema_decay:
+        raise ConfigError(
+            "decode.use_ema wants a moving average, but train.ema_decay is 0: train "
+            "with one, or leave it out"
+        )
     if config.decode.strategy not in objective.strategies:
         raise ConfigError(
             f"decode.strategy {config.decode.strategy!r} cannot decode the objective "

@@ -140,7 +140,12 @@ class Trainer:
             raise ConfigError(f"cannot batch the {split} split: {error}") from error
 
     def _first_state(self) -> tuple[TrainState, int]:
-        abstract = abstract_state(self._model, self._optimizer, self._mesh)
+        abstract = abstract_state(
+            self._model,
+            self._optimizer,
+            self._mesh,
+            ema=self._config.ema_decay > 0,
+        )
         restored = self._checkpoints.restore(abstract)
         if restored is None:
             seed = self._config.seed
@@ -168,7 +173,10 @@ class Trainer:
         loss = functools.partial(self._objective_loss, self._config.label_smoothing)
         plain = functools.partial(self._objective_loss, 0.0)
         step = make_train_step(
-            loss, self._optimizer, accumulation=self._config.accumulation
+            loss,
+            self._optimizer,
+            accumulation=self._config.accumulation,
+            ema_decay=self._config.ema_decay,
         )
         self._steps = compile_train_steps(step, state, self._plan.buckets, self._mesh)
         self._losses = compile_losses(

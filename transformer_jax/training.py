@@ -27,12 +27,14 @@ class TrainState(NamedTuple):
         params: the model's parameters.
         opt_state: the optimiser's state.
         key: the run's PRNG key; step t draws from fold_in(key, t).
+        ema: moving average of the parameters, or None.
     """
 
     step: jax.Array
     params: PyTree
     opt_state: PyTree
     key: jax.Array
+    ema: PyTree = None
 
 
 class StepMetrics(NamedTuple):
@@ -50,9 +52,13 @@ def abstract_params(model: nn.Module, mesh: Mesh) -> PyTree:
 
 
 def abstract_state(
-    model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    ema: bool = False,
 ) -> TrainState:
-    """Return shapes, types and shardings of a training state."""
+    """Return shapes, types and shardings of a training state, with or without EMA."""
     params = abstract_params(model, mesh)
     whole = replicated(mesh)
     opt_state = jax.eval_shape(optimizer.init, params)
@@ -68,6 +74,7 @@ def abstract_state(
         params=params,
         opt_state=_with_shardings(opt_state, shardings),
         key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole),
+        ema=params if ema else None,
     )
 
 
@@ -83,14 +90,19 @@ def init_state(
         init_key, run_key = jax.random.split(jax.random.key(seed))
         params = nn.unbox(_init_boxed(model, init_key))
         step = jnp.zeros((), jnp.int32)
-        return TrainState(step, params, optimizer.init(params), run_key)
+        ema = None if abstract.ema is None else jax.tree.map(jnp.copy, params)
+        return TrainState(step, params, optimizer.init(params), run_key, ema)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(init, out_shardings=shardings)()
 
 
 def make_train_step(
-    loss: Loss, optimizer: optax.GradientTransformation, *, accumulation: int = 1
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulation: int = 1,
+    ema_decay: float = 0.0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the update `(state, batch) -> (state, metrics)`.
 
@@ -102,6 +114,7 @@ def make_train_step(
         optimizer: turns the gradient into an update.
         accumulation: micro-batches that the batch is cut into, to save memory; must
             divide the rows.
+        ema_decay: d of the moving average, see `moving_average`; unused without one.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -128,9 +141,25 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(total, weight, optax.tree.norm(grads))
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+        step, ema = state.step + 1, state.ema
+        if ema is not None:
+            ema = moving_average(ema, params, step, ema_decay)
+        return TrainState(step, params, opt_state, state.key, ema), metrics
 
     return train_step
+
+
+def moving_average(
+    ema: PyTree, params: PyTree, step: jax.Array, decay: float
+) -> PyTree:
+    """Return the exponential moving average after `step` updates (Polyak 1992).
+
+    ema <- d_t ema + (1 - d_t) params,  d_t = min(decay, (1 + t) / (10 + t)): the first
+    steps forget the initial parameters fast.
+    """
+    time = step.astype(jnp.float32)
+    decay = jnp.minimum(decay, (1 + time) / (10 + time))
+    return optax.incremental_update(params, ema, 1 - decay)
 
 
 def compile_train_steps(

@@ -4,10 +4,39 @@ A strategy knows no network: the caller gives a step function
 `(tokens, cache) -> (logits, cache)`.
 """
 
+from transformer_jax.decoding.beam import beam_pieces, beam_search
 from transformer_jax.decoding.hypotheses import Hypotheses, Status
-from transformer_jax.decoding.sample import StepFunction, greedy
+from transformer_jax.decoding.logits import at_least, forbid, restrict
+from transformer_jax.decoding.sample import (
+    greedy,
+    greedy_pieces,
+    sample,
+    sample_pieces,
+)
+from transformer_jax.decoding.search import Search, StepFunction, run, take_rows
 
 # Strategy by its name in `--config.decode.strategy`.
-STRATEGIES = {"greedy": greedy}
+STRATEGIES = {"greedy": greedy, "sample": sample, "beam_search": beam_search}
+# The same in pieces, for callers that look at the state between steps.
+PIECES = {
+    "greedy": greedy_pieces,
+    "sample": sample_pieces,
+    "beam_search": beam_pieces,
+}
 
-__all__ = ["STRATEGIES", "Hypotheses", "Status", "StepFunction", "greedy"]
+__all__ = [
+    "PIECES",
+    "STRATEGIES",
+    "Hypotheses",
+    "Search",
+    "Status",
+    "StepFunction",
+    "at_least",
+    "beam_search",
+    "forbid",
+    "greedy",
+    "restrict",
+    "run",
+    "sample",
+    "take_rows",
+]

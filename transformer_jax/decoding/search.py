@@ -1,0 +1,87 @@
+"""Searches that write one token a step, in pieces that a caller can stop between."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from transformer_jax.decoding.hypotheses import Hypotheses
+from transformer_jax.types import PyTree
+
+# (tokens int32 [M], cache) -> (logits [M, V], cache)
+StepFunction = Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]
+
+
+class Search(NamedTuple):
+    """A strategy as four pure functions of its state.
+
+    A state is a named tuple with a field `time`, int32 [], the steps taken so far. All
+    its other leaves begin with B or a multiple of it, so rows can be taken out of it
+    (`take_rows`).
+
+    Attributes:
+        begin: (cache of leaves `[B, ...]`, start `[B]`, keys `[B]` or None) -> state.
+        advance: (step_fn, state) -> state after one more step.
+        finished: state -> bool `[B]`, what no further step changes.
+        result: state -> Hypotheses.
+        max_length: steps after which `result` is final in any case.
+    """
+
+    begin: Callable[[PyTree, Any, Any], Any]
+    advance: Callable[[StepFunction, Any], Any]
+    finished: Callable[[Any], Bool[Array, " B"]]
+    result: Callable[[Any], Hypotheses]
+    max_length: int
+
+
+def run(search: Search, step_fn: StepFunction, state: Any, until: ArrayLike) -> Any:
+    """Advance to step `until`, or to where every row has finished."""
+
+    def going_on(state: Any) -> Bool[Array, ""]:
+        return (state.time < until) & ~jnp.all(search.finished(state))
+
+    return jax.lax.while_loop(
+        going_on, lambda state: search.advance(step_fn, state), state
+    )
+
+
+def decode(
+    search: Search,
+    step_fn: StepFunction,
+    cache: PyTree,
+    start: Int[Array, " B"],
+    keys: Any = None,
+) -> Hypotheses:
+    """Run a search from its beginning to its result."""
+    state = search.begin(cache, start.astype(jnp.int32), keys)
+    return search.result(run(search, step_fn, state, search.max_length))
+
+
+def take_rows(tree: PyTree, rows: Int[Array, " R"], count: int) -> PyTree:
+    """Gather rows of every leaf.
+
+    Args:
+        tree: leaves `[count * n, ...]`, n of them to a row and adjacent; those without
+            an axis stay as they are.
+        rows: which rows to take, in this order.
+        count: rows that the tree has.
+    """
+
+    def take(leaf: Array) -> Array:
+        if not leaf.ndim:
+            return leaf
+        shape = leaf.shape[1:]
+        return leaf.reshape(count, -1, *shape)[rows].reshape(-1, *shape)
+
+    return jax.tree.map(take, tree)
+
+
+def check_max_length(max_length: int) -> None:
+    """Raise ValueError unless there is room for END."""
+    if max_length < 1:
+        raise ValueError(
+            f"max_length counts END: it must be at least 1, not {max_length}"
+        )
