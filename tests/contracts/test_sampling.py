@@ -89,7 +89,7 @@ def test_another_key_gives_another_output_and_every_step_a_new_draw():
     assert first == outputs(0)
     assert len(set(first)) > 45
     assert sum(one != other for one, other in zip(first, outputs(1), strict=True)) > 45
-    assert all(len(set(tokens)) > 1 for tokens in first)
+    assert sum(len(set(tokens)) > 1 for tokens in first) > 45
 
 
 def test_a_key_for_every_row_is_wanted():

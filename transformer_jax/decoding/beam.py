@@ -110,11 +110,11 @@ def beam_search(
 
     Example:
         >>> def step(tokens, cache):  # END = 1 may follow anything
-        ...     return jnp.log(jnp.array([[0.0, 0.4, 0.6]])).repeat(2, 0), cache
-        >>> found = beam_search(step, (), jnp.array([0]), beam_size=2, num_return=2,
+        ...     return jnp.log(jnp.array([[0.0, 0.4, 0.6]])).repeat(3, 0), cache
+        >>> found = beam_search(step, (), jnp.array([0]), beam_size=3, num_return=2,
         ...     max_length=3, end_id=1, pad_id=0)
-        >>> found.tokens[0].tolist(), jnp.exp(found.scores[0]).round(2).tolist()
-        ([[0, 0, 0], [2, 0, 0]], [0.4000000059604645, 0.23999999463558197])
+        >>> found.tokens[0].tolist(), [f"{p:.2f}" for p in jnp.exp(found.scores[0])]
+        ([[0, 0, 0], [2, 0, 0]], ['0.40', '0.24'])
     """
     pieces = beam_pieces(
         beam_size=beam_size,
