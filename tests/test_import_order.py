@@ -20,13 +20,13 @@ LEVELS = (
         *("lattice", "losses", "decoding"),
     ),
     ("layers", "frontends", "encoder", "decoder", "models"),
-    ("objectives",),
+    ("corruption", "objectives"),
     (
         *("run_directory", "data", "metrics", "sharding", "optimizers"),
         *("progress", "checkpoint_store", "checkpoints", "visualize"),
     ),
     (
-        *("runs", "training", "trainer", "inference"),
+        *("runs", "training", "trainer", "generation", "inference"),
         *("commands", "benchmarks", "__main__"),
     ),
 )

@@ -41,9 +41,11 @@ def test_an_empty_target_still_ends():
 
 
 def test_autoregressive_counts_every_token_and_end_once():
-    def apply(variables, source, lengths, inputs, rngs):
+    def apply(variables, *arguments, method, rngs):
         assert not rngs
-        return jnp.zeros((*inputs.shape, 8)) + variables["params"]
+        if method == "encode":
+            return jnp.zeros(())
+        return jnp.zeros((*arguments[2].shape, 8)) + variables["params"]
 
     total, weight = OBJECTIVES["autoregressive"].loss(
         apply, jnp.zeros(()), BATCH, Vocabulary, key=None, label_smoothing=0.1
@@ -53,14 +55,17 @@ def test_autoregressive_counts_every_token_and_end_once():
 
 
 def test_a_key_turns_dropout_on():
-    def apply(variables, source, lengths, inputs, rngs):
-        assert jax.random.key_data(rngs["dropout"]).shape
-        return jnp.zeros((*inputs.shape, 8))
+    seen = []
+
+    def apply(variables, *arguments, method, rngs):
+        seen.append(tuple(jax.random.key_data(rngs["dropout"]).tolist()))
+        return jnp.zeros((*arguments[-1].shape, 8))
 
     key = jax.random.key(0)
     OBJECTIVES["autoregressive"].loss(
         apply, (), BATCH, Vocabulary, key=key, label_smoothing=0.0
     )
+    assert len(set(seen)) == len(seen) == 2
 
 
 @pytest.mark.parametrize(

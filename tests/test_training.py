@@ -56,7 +56,7 @@ def batch_of(seed, filler=3):
 
 
 def loss_of(model, smoothing=0.1):
-    def loss(params, batch, key):
+    def loss(params, batch, key, step):
         return OBJECTIVES["autoregressive"].loss(
             model.apply, params, batch, Vocabulary, key=key, label_smoothing=smoothing
         )
@@ -121,7 +121,7 @@ def test_gradient_is_the_mean_over_tokens():
 
     @jax.jit
     def mean(params, batch):
-        total, weight = loss(params, batch, None)
+        total, weight = loss(params, batch, None, None)
         return total / weight
 
     found, _ = train(BATCHES[:1], 8, dropout=0.0)
@@ -150,7 +150,9 @@ def test_evaluation_has_neither_dropout_nor_smoothing():
     params, batch = first_state(8).params, batch_of(1)
     noisy = loss_of(model_of(0.5), smoothing=0.0)
     compiled = compile_losses(noisy, params, [BUCKET], mesh)[BUCKET]
-    plain = jax.jit(functools.partial(loss_of(model_of(0.0), smoothing=0.0), key=None))
+    plain = jax.jit(
+        functools.partial(loss_of(model_of(0.0), smoothing=0.0), key=None, step=None)
+    )
     np.testing.assert_allclose(
         compiled(params, put(batch, 8)),
         plain(jax.device_get(params), batch),

@@ -153,6 +153,17 @@ class TrainConfig(_Checked):
     # Largest global norm of the gradient; 0 means no clipping.
     clip: float = _field(1.0, low=0.0)
     label_smoothing: float = _field(0.1, low=0.0, high=0.99)
+    # Wrong answers among the decoder's inputs; see corruption.py.
+    corruption: str = _field(
+        "none", choices=("none", "scheduled_sampling", "random_replacement")
+    )
+    corruption_choice: str = _field("argmax", choices=("argmax", "sample"))
+    # Share of right inputs: a decay over about `keep_scale` steps, down to the floor.
+    keep_schedule: str = _field(
+        "linear", choices=("constant", "linear", "exponential", "inverse_sigmoid")
+    )
+    keep_scale: int = _field(1000, low=1)
+    keep_floor: float = _field(0.5, low=0.0, high=1.0)
     # Decay of the moving average of the parameters; 0 keeps none.
     ema_decay: float = _field(0.0, low=0.0, high=0.999999)
     # Micro-batches a step is cut into; sums are divided once.
@@ -170,6 +181,18 @@ class DecodeConfig(_Checked):
     """How a trained model turns sources into outputs."""
 
     strategy: str = "greedy"
+    # Of beam_search; the penalty divides sums of log-probabilities.
+    beam_size: int = _field(4, low=1, high=1024)
+    penalty: str = _field("gnmt", choices=("none", "average", "gnmt"))
+    alpha: float = _field(0.6, low=0.0, high=100.0)
+    # Of sample; top_k 0 and top_p 1 cut nothing.
+    temperature: float = _field(1.0, low=1e-3, high=1e3)
+    top_k: int = _field(0, low=0)
+    top_p: float = _field(1.0, low=1e-6, high=1.0)
+    seed: int = _field(0, low=0, high=2**32 - 1)
+    # Symbols that no output may hold, and how many it holds at least.
+    forbidden: tuple = ()
+    min_length: int = _field(0, low=0)
     # Decode with the moving average of the parameters (`train.ema_decay`).
     use_ema: bool = False
     # Longest output, END counted. The cache is that long, so its size has an end.

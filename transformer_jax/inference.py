@@ -1,62 +1,87 @@
 """Decoding with a trained model: texts in, texts out, in order, none lost."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError, DecodeConfig
 from transformer_jax.data import InvalidText
-from transformer_jax.decoding import STRATEGIES, Hypotheses, Status
-from transformer_jax.models import Seq2Seq
+from transformer_jax.decoding import Hypotheses, Status
+from transformer_jax.generation import Generator
+from transformer_jax.objectives import check_nbest
 from transformer_jax.runs import Run
-from transformer_jax.sharding import batch_sharding, make_mesh, replicated
+from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import abstract_params
-from transformer_jax.types import PyTree
 
-# Batches have few shapes: powers of two times this many rows, up to `decode.rows`.
-FEWEST_ROWS = 8
+
+class Hypothesis(NamedTuple):
+    """One output of a text: the text, how it came about, its score."""
+
+    text: str
+    status: Status
+    score: float
 
 
 class Output(NamedTuple):
     """What became of one text.
 
     Attributes:
-        text: the best output; empty unless `status` is OK, TRUNCATED or UNFINISHED.
-        status: how it came about.
-        reason: what is wrong, for people; empty if nothing is.
-        score: log-probability, END included.
+        hypotheses: at least one, best first; its text is empty unless its status is
+            OK, TRUNCATED or UNFINISHED.
+        reason: what is wrong with the best one, for people; empty if nothing is.
     """
 
-    text: str
-    status: Status
+    hypotheses: tuple[Hypothesis, ...]
     reason: str
-    score: float
+
+    @property
+    def text(self) -> str:
+        """The best text."""
+        return self.hypotheses[0].text
+
+    @property
+    def status(self) -> Status:
+        """How the best text came about."""
+        return self.hypotheses[0].status
+
+
+def invalid(reason: str) -> Output:
+    """Return the output of a text that cannot be read."""
+    return Output((Hypothesis("", Status.INVALID, -np.inf),), reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """A trained model, ready to decode; make one with `load_model`."""
+    """A trained model, ready to decode; make one with `load_model`.
+
+    Attributes:
+        run: its run.
+        step: the step of its parameters.
+        generator: decodes batches.
+    """
 
     run: Run
     step: int
-    params: PyTree
-    mesh: jax.sharding.Mesh
+    generator: Generator
 
     @property
     def config(self) -> DecodeConfig:
         """How to decode."""
         return self.run.config.decode
 
-    def decode(self, texts: Sequence[str]) -> list[Output]:
+    def decode(self, texts: Sequence[str], *, first: int = 0) -> list[Output]:
         """Return one output for each text, in order, decoded in batches of one length.
 
         Results do not depend on which texts are decoded together: rows of a batch do
         not see each other, and padding changes nothing.
+
+        Args:
+            texts: sources.
+            first: number of the first text in the whole input; a sample's draws depend
+                on the seed and on its text's number.
         """
         outputs: list[Output | None] = [None] * len(texts)
         readable: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -64,14 +89,14 @@ class TrainedModel:
             try:
                 ids = self._read(text)
             except InvalidText as error:
-                outputs[number] = Output("", Status.INVALID, str(error), -np.inf)
+                outputs[number] = invalid(str(error))
             else:
                 readable.setdefault(self._length(len(ids)), []).append((number, ids))
         for length, entries in sorted(readable.items()):
             for start in range(0, len(entries), self.config.rows):
                 part = entries[start : start + self.config.rows]
                 numbers, sources = zip(*part, strict=True)
-                found = self._decode_batch(sources, length)
+                found = self._decode_batch(sources, np.array(numbers) + first, length)
                 for row, number in enumerate(numbers):
                     outputs[number] = self._written(found, row)
         return outputs
@@ -93,108 +118,78 @@ class TrainedModel:
         lengths = [*self.run.config.data.bucket_lengths, self.config.max_source_length]
         return min(length for length in lengths if length >= symbols)
 
-    def _decode_batch(self, sources: tuple[np.ndarray, ...], length: int) -> Hypotheses:
-        devices = self.mesh.shape["data"]
-        rows = max(FEWEST_ROWS, devices)
-        while rows < len(sources):
-            rows = min(2 * rows, max(self.config.rows, rows))
-        rows = -(-rows // devices) * devices
+    def _decode_batch(
+        self, sources: Sequence[np.ndarray], numbers: np.ndarray, length: int
+    ) -> Hypotheses:
+        # A filler row repeats a source: an empty one might never end.
+        chosen = np.resize(np.arange(len(sources)), self.generator.rows(len(sources)))
         pad = self.run.source_tokenizer.vocabulary.pad_id
-        padded = np.full((rows, length), pad, np.int32)
-        lengths = np.zeros(rows, np.int32)
-        for row in range(rows):
-            # A filler row repeats the first source: an empty one might never end.
-            ids = sources[row] if row < len(sources) else sources[0]
-            padded[row, : len(ids)] = ids
-            lengths[row] = len(ids)
-        arrays = jax.device_put((padded, lengths), batch_sharding(self.mesh))
-        return jax.device_get(self._generate(self.params, *arrays))
-
-    @functools.cached_property
-    def _generate(self) -> Any:
-        """The jitted strategy: (params, source `[B, S]`, lengths) -> Hypotheses."""
-        config, vocabulary = self.config, self.run.target_tokenizer.vocabulary
-        model = self.run.model()
-        strategy = STRATEGIES[config.strategy]
-
-        def generate(
-            params: PyTree, source: jax.Array, lengths: jax.Array
-        ) -> Hypotheses:
-            rows = source.shape[0]
-            step_fn = make_step_fn(model, params, source, lengths, vocabulary)
-            return strategy(
-                step_fn,
-                model.init_cache(rows, config.max_length),
-                jnp.full(rows, vocabulary.bos_id, jnp.int32),
-                max_length=config.max_length,
-                end_id=vocabulary.end_id,
-                pad_id=vocabulary.pad_id,
-            )
-
-        return jax.jit(generate)
+        padded = np.full((len(chosen), length), pad, np.int32)
+        for row, number in enumerate(chosen):
+            padded[row, : len(sources[number])] = sources[number]
+        lengths = np.array([len(ids) for ids in sources], np.int32)[chosen]
+        return self.generator(padded, lengths, numbers.astype(np.int32)[chosen])
 
     def _written(self, found: Hypotheses, row: int) -> Output:
-        status = Status(found.status[row, 0])
-        ids = found.tokens[row, 0, : found.lengths[row, 0]]
+        hypotheses = tuple(
+            self._hypothesis(*(field[row, place] for field in found))
+            for place, status in enumerate(found.status[row])
+            if status != Status.ABSENT
+        )
         reason = {
             Status.UNFINISHED: f"no end within decode.max_length="
             f"{self.config.max_length}",
             Status.EMPTY: "the model's output is empty",
             Status.INFEASIBLE: "the model gives no finite probability",
-        }.get(status, "")
-        text = self.run.target_tokenizer.decode(ids)
-        return Output(text, status, reason, float(found.scores[row, 0]))
+        }.get(hypotheses[0].status, "")
+        return Output(hypotheses, reason)
+
+    def _hypothesis(
+        self, tokens: np.ndarray, length: np.ndarray, score: np.ndarray, status: int
+    ) -> Hypothesis:
+        text = self.run.target_tokenizer.decode(tokens[:length])
+        return Hypothesis(text, Status(status), float(score))
 
 
-def make_step_fn(
-    model: Seq2Seq,
-    params: PyTree,
-    source: jax.Array,
-    lengths: jax.Array,
-    vocabulary: Any,
-) -> Any:
-    """Encode a source and return the step function that decodes it.
-
-    PAD, BOS and UNK are no output: their logits are -inf.
-
-    Args:
-        model: from `build_model`.
-        params: its parameters.
-        source: int32 `[B, S]`.
-        lengths: int32 `[B]`.
-        vocabulary: the target's.
-    """
-    memory = model.apply({"params": params}, source, lengths, method="read")
-    never = np.array([vocabulary.pad_id, vocabulary.bos_id, vocabulary.unk_id])
-
-    def step_fn(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        logits, cache = model.apply(
-            {"params": params}, tokens, cache, memory, method="step"
-        )
-        return logits.at[:, never].set(-jnp.inf), cache
-
-    return step_fn
-
-
-def load_model(run: Run, *, step: int | str | None = "best") -> TrainedModel:
+def load_model(
+    run: Run, *, step: int | str | None = "best", nbest: int = 1
+) -> TrainedModel:
     """Read a run's parameters.
 
     Args:
         run: from `open_run`.
         step: a saved step, "best" (lowest validation loss) or None for the newest.
+        nbest: hypotheses that `decode` gives a text, where there are so many.
 
     Raises:
         CheckpointError: no checkpoint can be read.
-        ConfigError: there is no such step, or the vocabulary is not the one it was
-            trained with.
+        ConfigError: there is no such step, the vocabulary is not the one it was
+            trained with or lacks a forbidden symbol, or the strategy cannot give so
+            many hypotheses.
     """
+    config = run.config.decode
+    check_nbest(config, nbest)
+    vocabulary = run.target_tokenizer.vocabulary
+    if unknown := sorted(set(config.forbidden) - set(vocabulary.symbols)):
+        raise ConfigError(
+            f"decode.forbidden: {unknown[0]!r} is no symbol of the target, which has "
+            f"{' '.join(vocabulary.symbols)}"
+        )
     mesh = make_mesh(run.config.parallel)
     wanted = abstract_params(run.model(), mesh)
     checkpoints = run.checkpoints(read_only=True)
     if isinstance(step, int) and step not in (steps := checkpoints.steps()):
         raise ConfigError(f"{run.workdir} has no step {step}: it has {steps}")
-    part = "ema" if run.config.decode.use_ema else "params"
+    part = "ema" if config.use_ema else "params"
     restored = checkpoints.restore_params(wanted, step=step, part=part)
     run.require_vocabulary_of(restored)
-    params = jax.device_put(restored.state, replicated(mesh))
-    return TrainedModel(run, restored.step, params, mesh)
+    generator = Generator(
+        run.model(),
+        jax.device_put(restored.state, replicated(mesh)),
+        config,
+        vocabulary,
+        mesh,
+        nbest=nbest,
+        forbidden=[vocabulary.symbols.index(symbol) for symbol in config.forbidden],
+    )
+    return TrainedModel(run, restored.step, generator)

@@ -50,12 +50,18 @@ class Seq2Seq(nn.Module):
             target_inputs: int32 `[B, T]`, BOS first; row t sees inputs up to t.
         """
         memory = self.encode(source, source_lengths)
-        x = self.target_frontend(target_inputs)
-        return self._logits(self.decoder(x, memory, source_lengths))
+        return self.predict(memory, source_lengths, target_inputs)
 
     def encode(self, source: jax.Array, source_lengths: jax.Array) -> jax.Array:
         """Return the memory `[B, S, D]` of a source `[B, S]`."""
         return self.encoder(self.source_frontend(source), source_lengths)
+
+    def predict(
+        self, memory: jax.Array, source_lengths: jax.Array, target_inputs: jax.Array
+    ) -> jax.Array:
+        """Return logits `[B, T, V]` of inputs `[B, T]` before an encoded source."""
+        x = self.target_frontend(target_inputs)
+        return self._logits(self.decoder(x, memory, source_lengths))
 
     def read(self, source: jax.Array, source_lengths: jax.Array) -> Memory:
         """Encode a source and project it for every decoder layer, once."""

@@ -3,21 +3,21 @@
 `validate` refuses a configuration that cannot work before any data is read.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import Config, ConfigError
+from transformer_jax.config import Config, ConfigError, DecodeConfig, TrainConfig
+from transformer_jax.corruption import Corruption, DecoderInputs
 from transformer_jax.losses import cross_entropy
 from transformer_jax.types import Batch, PyTree
 
 
-def teacher_forcing(
-    batch: Batch, vocabulary: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return decoder inputs, labels and weights `[B, T]` of an autoregressive decoder.
+def teacher_forcing(batch: Batch, vocabulary: Any) -> DecoderInputs:
+    """Return inputs, labels and weights `[B, T]` of an autoregressive decoder.
 
     The right answer is the decoder's input, one place late (Williams and Zipser 1989):
 
@@ -32,7 +32,7 @@ def teacher_forcing(
     inputs = jnp.roll(batch.target, 1, axis=1).at[:, 0].set(vocabulary.bos_id)
     labels = jnp.where(place == last, vocabulary.end_id, batch.target)
     weights = jnp.where(place <= last, batch.weight[:, None], 0.0)
-    return inputs, labels, weights
+    return DecoderInputs(inputs, labels, weights)
 
 
 def autoregressive(
@@ -43,6 +43,7 @@ def autoregressive(
     *,
     key: jax.Array | None,
     label_smoothing: float,
+    corrupt: Corruption | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum, weight) of -log p(y_t | y_<t, x) over all places, END included.
 
@@ -51,18 +52,45 @@ def autoregressive(
         params: its parameters.
         batch: rows of weight 0 count nothing.
         vocabulary: the target's.
-        key: dropout's PRNG key; None turns dropout off.
+        key: PRNG key of dropout and corruption; None turns both off.
         label_smoothing: see `losses.cross_entropy`.
+        corrupt: replaces some of the inputs, see `corruption`. With nothing replaced
+            the loss is that of teacher forcing, bit for bit.
     """
-    inputs, labels, weights = teacher_forcing(batch, vocabulary)
-    logits = apply(
+    # Three keys in any case, so that a corruption changes no dropout.
+    keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+    encode_key, decode_key, corruption_key = keys
+    memory = apply(
         {"params": params},
         batch.source,
         batch.source_lengths,
-        inputs,
-        rngs={} if key is None else {"dropout": key},
+        method="encode",
+        rngs=_dropout(encode_key),
     )
-    return cross_entropy(logits, labels, weights, label_smoothing=label_smoothing)
+
+    def predict(inputs: jax.Array) -> jax.Array:
+        return apply(
+            {"params": params},
+            memory,
+            batch.source_lengths,
+            inputs,
+            method="predict",
+            rngs=_dropout(decode_key),
+        )
+
+    given = teacher_forcing(batch, vocabulary)
+    if corrupt is not None and key is not None:
+        given = corrupt(given, predict, corruption_key, vocabulary)
+    return cross_entropy(
+        predict(given.inputs),
+        given.labels,
+        given.weights,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _dropout(key: jax.Array | None) -> dict[str, jax.Array]:
+    return {} if key is None else {"dropout": key}
 
 
 class Objective(NamedTuple):
@@ -72,7 +100,16 @@ class Objective(NamedTuple):
     strategies: tuple[str, ...]
 
 
-OBJECTIVES = {"autoregressive": Objective(autoregressive, ("greedy",))}
+OBJECTIVES = {
+    "autoregressive": Objective(autoregressive, ("greedy", "sample", "beam_search"))
+}
+
+# Strategy -> the settings that it reads, of those that not all read.
+OPTIONS = {
+    "greedy": (),
+    "sample": ("temperature", "top_k", "top_p", "seed"),
+    "beam_search": ("beam_size", "penalty", "alpha"),
+}
 
 
 def validate(config: Config) -> None:
@@ -97,3 +134,70 @@ def validate(config: Config) -> None:
             f"decode.strategy {config.decode.strategy!r} cannot decode the objective "
             f"{config.train.objective!r}: use {', '.join(objective.strategies)}"
         )
+    _check_decoding(config.decode)
+    _check_corruption(config.train)
+
+
+def check_nbest(config: DecodeConfig, nbest: int) -> None:
+    """Refuse more hypotheses than a strategy can give.
+
+    Raises:
+        ConfigError: one sentence that names the settings and a remedy.
+    """
+    if nbest > 1 and config.strategy == "greedy":
+        raise ConfigError(
+            f"--nbest={nbest} wants several hypotheses, but decode.strategy 'greedy' "
+            "has one: use beam_search or sample"
+        )
+    if config.strategy == "beam_search" and nbest > config.beam_size:
+        raise ConfigError(
+            f"--nbest={nbest} is more than decode.beam_size={config.beam_size}: widen "
+            "the beam"
+        )
+
+
+def _check_decoding(config: DecodeConfig) -> None:
+    """Refuse settings that do nothing, and a length that cannot be."""
+    for strategy, options in OPTIONS.items():
+        idle = _changed(config, set(options) - set(OPTIONS[config.strategy]))
+        if idle:
+            raise ConfigError(
+                f"decode.{idle[0]} does nothing with decode.strategy "
+                f"{config.strategy!r}: use decode.strategy={strategy}, or leave it out"
+            )
+    if config.penalty == "none" and _changed(config, {"alpha"}):
+        raise ConfigError(
+            "decode.alpha does nothing with decode.penalty 'none': use average or "
+            "gnmt, or leave it out"
+        )
+    if config.min_length >= config.max_length:
+        raise ConfigError(
+            f"decode.min_length={config.min_length} and an end do not fit in "
+            f"decode.max_length={config.max_length}: change one"
+        )
+
+
+def _check_corruption(config: TrainConfig) -> None:
+    """Refuse settings of a corruption that does not use them."""
+    schedule = {"keep_schedule", "keep_scale", "keep_floor"}
+    unused = {
+        "none": schedule | {"corruption_choice"},
+        "random_replacement": {"corruption_choice"},
+    }.get(config.corruption, set())
+    if config.keep_schedule == "constant":
+        unused = unused | {"keep_scale"}
+    if idle := _changed(config, unused):
+        raise ConfigError(
+            f"train.{idle[0]} does nothing with train.corruption "
+            f"{config.corruption!r} and train.keep_schedule {config.keep_schedule!r}: "
+            "leave it out, or choose others"
+        )
+
+
+def _changed(record: Any, names: Collection[str]) -> list[str]:
+    """Those of a record's fields that have not their defaults."""
+    return [
+        item.name
+        for item in dataclasses.fields(record)
+        if item.name in names and getattr(record, item.name) != item.default
+    ]

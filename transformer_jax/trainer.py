@@ -1,6 +1,5 @@
 """The training loop: batches in, updates, evaluations, checkpoints, reports out."""
 
-import functools
 import math
 import signal
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import ConfigError, to_dict
+from transformer_jax.corruption import corruption_at
 from transformer_jax.data import BatchPlan, Prefetcher, Step, TokenCache, device_batch
 from transformer_jax.objectives import OBJECTIVES
 from transformer_jax.optimizers import make_optimizer, make_schedule
@@ -170,17 +170,15 @@ class Trainer:
 
     def _compile(self, state: TrainState) -> None:
         began = time.perf_counter()
-        loss = functools.partial(self._objective_loss, self._config.label_smoothing)
-        plain = functools.partial(self._objective_loss, 0.0)
         step = make_train_step(
-            loss,
+            self._training_loss,
             self._optimizer,
             accumulation=self._config.accumulation,
             ema_decay=self._config.ema_decay,
         )
         self._steps = compile_train_steps(step, state, self._plan.buckets, self._mesh)
         self._losses = compile_losses(
-            plain, state.params, self._validation.buckets, self._mesh
+            self._validation_loss, state.params, self._validation.buckets, self._mesh
         )
         count = len(self._steps) + len(self._losses)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -191,8 +189,8 @@ class Trainer:
             f"an epoch, {self._plan.padding_share:.0%} padding"
         )
 
-    def _objective_loss(
-        self, label_smoothing: float, params: PyTree, batch: Batch, key: Any
+    def _training_loss(
+        self, params: PyTree, batch: Batch, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return self._objective.loss(
             self._model.apply,
@@ -200,7 +198,21 @@ class Trainer:
             batch,
             self._run.target_tokenizer.vocabulary,
             key=key,
-            label_smoothing=label_smoothing,
+            label_smoothing=self._config.label_smoothing,
+            corrupt=corruption_at(self._config, step),
+        )
+
+    def _validation_loss(
+        self, params: PyTree, batch: Batch, *_: None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Right inputs alone, no dropout and no smoothing."""
+        return self._objective.loss(
+            self._model.apply,
+            params,
+            batch,
+            self._run.target_tokenizer.vocabulary,
+            key=None,
+            label_smoothing=0.0,
         )
 
     def _loop(self, state: TrainState, start: int) -> TrainState:

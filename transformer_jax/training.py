@@ -15,8 +15,8 @@ from transformer_jax.data import Bucket
 from transformer_jax.sharding import batch_sharding, param_shardings, replicated
 from transformer_jax.types import Batch, PyTree
 
-# (params, batch, key or None) -> (sum, weight)
-Loss = Callable[[PyTree, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
+# (params, batch, key, step) -> (sum, weight); key and step are None in evaluation.
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class TrainState(NamedTuple):
@@ -118,24 +118,25 @@ def make_train_step(
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def sums(params: PyTree, batch: Batch, key: jax.Array) -> PyTree:
+    def sums(state: TrainState, batch: Batch, key: jax.Array) -> PyTree:
+        params, step = state.params, state.step
         if accumulation == 1:
-            return gradient(params, batch, key)
+            return gradient(params, batch, key, step)
 
         def add(total: PyTree, micro: tuple[Batch, jax.Array]) -> tuple[PyTree, None]:
-            part = gradient(params, *micro)
+            part = gradient(params, *micro, step)
             return jax.tree.map(jnp.add, total, part), None
 
         keys = jax.random.split(key, accumulation)
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(gradient, params, batch, key),
+            jax.eval_shape(gradient, params, batch, key, step),
         )
         return jax.lax.scan(add, zeros, (_micro_batches(batch, accumulation), keys))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step)
-        (total, weight), grads = sums(state.params, batch, key)
+        (total, weight), grads = sums(state, batch, key)
         # A batch of filler rows alone changes nothing.
         grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -180,7 +181,8 @@ def compile_losses(
 ) -> dict[Bucket, Callable]:
     """Compile the loss without dropout once a bucket: `(params, batch) -> sums`."""
     jitted = jax.jit(
-        lambda params, batch: loss(params, batch, None), out_shardings=replicated(mesh)
+        lambda params, batch: loss(params, batch, None, None),
+        out_shardings=replicated(mesh),
     )
     return _compile_each(jitted, params, buckets, mesh)
 

@@ -19,7 +19,7 @@ from toy import call, examples
 
 from transformer_jax.__main__ import main
 from transformer_jax.decoding import Status
-from transformer_jax.inference import Output, TrainedModel, load_model
+from transformer_jax.inference import Hypothesis, Output, TrainedModel, load_model
 from transformer_jax.metrics import ErrorRates
 from transformer_jax.runs import open_run
 
@@ -85,7 +85,7 @@ def test_validation_loss_is_the_mean_over_all_symbols(trained):
     """Pair by pair from the saved parameters, in NumPy."""
     workdir = trained[0]
     run = open_run(workdir)
-    params, cache = load_model(run, step=60).params, run.cache("validation")
+    params, cache = load_model(run, step=60).generator.params, run.cache("validation")
     vocabulary = run.target_tokenizer.vocabulary
     owners = [cache.example_of(pair) for pair in range(cache.num_pairs)]
     source, lengths = cache.padded_sources(np.array(owners), 5, 0)
@@ -205,8 +205,10 @@ def examples_of(split):
 
 
 def test_line_break_in_an_output_does_not_make_two_lines(trained, monkeypatch):
-    output = Output("x\ny", Status.OK, "", 0.0)
-    monkeypatch.setattr(TrainedModel, "decode", lambda _, texts: [output] * len(texts))
+    output = Output((Hypothesis("x\ny", Status.OK, 0.0),), "")
+    monkeypatch.setattr(
+        TrainedModel, "decode", lambda _, texts, first: [output] * len(texts)
+    )
     assert decoded(trained[0], b"a\nab")[:2] == (["x y"] * 2, [])
 
 

@@ -89,6 +89,9 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
         ("train.objective", "guessing", ["train.objective", "autoregressive"]),
         ("train.optimizer", "magic", ["train.optimizer", "adamw"]),
         ("decode.strategy", "magic", ["decode.strategy", "greedy"]),
+        ("train.corruption", "noise", ["train.corruption", "scheduled_sampling"]),
+        ("train.keep_floor", 0.1, ["train.keep_floor does nothing", "'none'"]),
+        ("train.corruption_choice", "sample", ["train.corruption_choice", "nothing"]),
         ("data.source", "nowhere", ["data.source", "cmudict"]),
         ("data.bucket_lengths", "(8,4)", ["data.bucket_lengths", "rising"]),
         ("data.bucket_lengths", "(2,4)", ["data.bucket_lengths", "longest needs 5"]),
@@ -209,7 +212,7 @@ def test_trained_model_is_not_changed_by_flags(trained, change):
 
 
 def test_full_memory_is_one_clear_line(trained, monkeypatch):
-    def exhaust(*_):
+    def exhaust(*_, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(TrainedModel, "decode", exhaust)

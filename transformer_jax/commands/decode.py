@@ -1,22 +1,28 @@
 """transformer-jax decode: one output line for every input line, in order.
 
   transformer-jax decode --workdir=runs/cmudict [--input=words.txt]
-      [--checkpoint=best|latest|STEP] [--config.decode.max_length=40 ...]
+      [--nbest=5] [--scores] [--checkpoint=best|latest|STEP]
+      [--config.decode.strategy=beam_search --config.decode.beam_size=5 ...]
 
 Reads --input or standard input, split at newlines, without a final carriage return and
 a byte-order mark at the start. A line that fails is an empty line; `line 17: STATUS
 reason` goes to standard error, where a JSON summary comes last.
+
+With --nbest above 1, or with --scores, each output line is JSON: status, reason if
+something is wrong, and hypotheses, best first: text, score, status. A score is a
+log-probability, END included, divided by the length penalty in beam search.
 """
 
 import codecs
 import json
+import math
 import pathlib
 import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import IO
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
 from absl import flags
 
@@ -28,7 +34,7 @@ from transformer_jax.commands.flags import (
 )
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding import Status
-from transformer_jax.inference import Output, TrainedModel, load_model
+from transformer_jax.inference import Output, TrainedModel, invalid, load_model
 from transformer_jax.runs import open_run
 
 # Lines decoded together at most; enough to fill batches of every length.
@@ -36,11 +42,17 @@ LINES = 4096
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Define --workdir, --config.*, --checkpoint and --input."""
+    """Define --workdir, --config.*, --checkpoint, --input, --nbest and --scores."""
     define_saved_config(values, argv)
     define_checkpoint(values)
     flags.DEFINE_string(
         "input", None, "File to decode; standard input without it.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "nbest", 1, "Hypotheses a line.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "scores", False, "Write JSON lines with scores.", flag_values=values
     )
 
 
@@ -48,8 +60,10 @@ def run(values: flags.FlagValues, output: IO[str]) -> None:
     """Decode lines to `output`."""
     with _opened(values.input) as source:
         opened = open_run(values.workdir, read_settings(values))
-        trained = load_model(opened, step=read_checkpoint(values))
-        counts = _decode_lines(trained, source, output)
+        step, nbest = read_checkpoint(values), values.nbest
+        trained = load_model(opened, step=step, nbest=nbest)
+        written = _as_json if nbest > 1 or values.scores else _as_text
+        counts = _decode_lines(trained, source, output, written)
     summary = {
         "lines": sum(counts.values()),
         **{status.name.lower(): counts[status] for status in Status if counts[status]},
@@ -70,21 +84,45 @@ def _opened(path: str | None) -> IO[bytes]:
 
 
 def _decode_lines(
-    trained: TrainedModel, source: IO[bytes], output: IO[str]
+    trained: TrainedModel,
+    source: IO[bytes],
+    output: IO[str],
+    written: Callable[[Output], str],
 ) -> Counter[Status]:
     counts: Counter[Status] = Counter()
     for lines in _available(source):
         texts = [line.decode("utf-8", errors="replace") for line in lines]
-        for line, result in zip(lines, trained.decode(texts), strict=True):
+        results = trained.decode(texts, first=counts.total())
+        for line, result in zip(lines, results, strict=True):
             result = _checked(line, result)
             counts[result.status] += 1
             if result.status != Status.OK:
                 place = f"line {sum(counts.values())}"
                 print(f"{place}: {result.status.name} {result.reason}", file=sys.stderr)
-            # One line a line, even if a symbol of the model holds a line break.
-            output.write(result.text.replace("\n", " ") + "\n")
+            output.write(written(result) + "\n")
         output.flush()
     return counts
+
+
+def _as_text(result: Output) -> str:
+    """The best text; one line, even if a symbol of the model holds a line break."""
+    return result.text.replace("\n", " ")
+
+
+def _as_json(result: Output) -> str:
+    """All hypotheses; a score that is not finite is null, since JSON has no such."""
+    fields: dict[str, Any] = {"status": result.status.name}
+    if result.reason:
+        fields["reason"] = result.reason
+    fields["hypotheses"] = [
+        {
+            "text": one.text,
+            "score": one.score if math.isfinite(one.score) else None,
+            "status": one.status.name,
+        }
+        for one in result.hypotheses
+    ]
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def _checked(line: bytes, result: Output) -> Output:
@@ -92,8 +130,7 @@ def _checked(line: bytes, result: Output) -> Output:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"no UTF-8 at byte {error.start + 1}"
-        return Output("", Status.INVALID, reason, result.score)
+        return invalid(f"no UTF-8 at byte {error.start + 1}")
     return result
 
 

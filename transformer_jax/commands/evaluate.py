@@ -3,7 +3,9 @@
   transformer-jax evaluate --workdir=runs/cmudict [--split=test] [--samples=12]
       [--checkpoint=best|latest|STEP] [--config.decode.rows=64 ...]
 
-Prints one JSON line: wer and per in percent, over every example of the split once.
+Prints one JSON line: wer and per in percent, over every example of the split once; an
+output is right if it equals any of the example's references. Seconds and tokens per
+second are those of decoding, without compilations; END is a token.
 """
 
 import sys
@@ -54,9 +56,10 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     outputs: list[Output] = []
     for start in range(0, len(examples), CHUNK):
         part = examples[start : start + CHUNK]
-        outputs += trained.decode([example.source for example in part])
+        outputs += trained.decode([example.source for example in part], first=start)
         print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - trained.generator.compile_seconds
+    symbols = sum(len(output.text.split()) + 1 for output in outputs)
     rates = ErrorRates()
     for example, output in zip(examples, outputs, strict=True):
         rates.add(output.text.split(), [text.split() for text in example.references])
@@ -67,6 +70,9 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         "split": values.split,
         "step": trained.step,
         "seconds": round(seconds, 1),
+        "tokens_per_second": round(symbols / seconds),
+        "compilations": trained.generator.compilations,
+        "compile_seconds": round(trained.generator.compile_seconds, 1),
     }
 
 

@@ -1,0 +1,157 @@
+"""Batches on the devices: the step function, and rows that leave when they have ended.
+
+What decoding promises of texts is tested through the commands.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import TINY
+
+from transformer_jax.config import DecodeConfig, ParallelConfig
+from transformer_jax.decoding import STRATEGIES, Status
+from transformer_jax.generation import Generator, make_step_fn
+from transformer_jax.models import build_model
+from transformer_jax.sharding import make_mesh, replicated
+
+MODEL = build_model(TINY)
+ROWS, LENGTH, PLACES = 32, 3, 13
+SETTINGS = {
+    "greedy": {},
+    "sample": {"temperature": 0.5, "seed": 3},
+    "beam_search": {"beam_size": 3},
+}
+
+
+class Vocabulary:
+    pad_id, bos_id, end_id, unk_id = 0, 1, 2, 3
+
+
+def batch_of(rows):
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(1, LENGTH + 1, rows).astype(np.int32)
+    return draw.integers(4, 11, (rows, LENGTH)).astype(np.int32), lengths
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Of a model that ends some outputs early and others late."""
+    source, lengths = batch_of(2)
+    params = nn.unbox(MODEL.init(jax.random.key(1), source, lengths, source)["params"])
+    params = jax.tree.map(lambda leaf: leaf * 3, params)
+    table = params["target_frontend"]["embedding"]
+    table["embedding"] = table["embedding"].at[Vocabulary.end_id].multiply(3)
+    return params
+
+
+def generator(params, strategy, *, devices=1, nbest=1, **settings):
+    config = DecodeConfig(
+        strategy=strategy,
+        max_length=PLACES,
+        **{**SETTINGS[strategy], **settings},
+    )
+    mesh = make_mesh(ParallelConfig(data=devices))
+    params = jax.device_put(params, replicated(mesh))
+    return Generator(MODEL, params, config, Vocabulary, mesh, nbest=nbest)
+
+
+def test_steps_give_the_logits_of_the_model_without_symbols_that_are_no_output(params):
+    source, lengths = batch_of(2)
+    target = jnp.array([[1, 4, 5], [1, 12, 3]])
+    variables = {"params": params}
+    whole = np.array(MODEL.apply(variables, source, lengths, target))
+    whole[..., [0, 1, 3]] = -np.inf
+    memory = MODEL.apply(variables, source, lengths, method="read")
+    step_fn = make_step_fn(MODEL, params, memory, Vocabulary)
+    cache = MODEL.init_cache(2, target.shape[1])
+    for place in range(target.shape[1]):
+        logits, cache = step_fn(target[:, place], cache)
+        np.testing.assert_allclose(logits, whole[:, place], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+class TestEveryStrategy:
+    def test_rows_that_leave_change_nothing(self, strategy, params, monkeypatch):
+        batch = (*batch_of(ROWS), np.arange(ROWS, dtype=np.int32))
+        nbest = 2 if strategy == "sample" else 1
+        monkeypatch.setattr(Generator, "_pays", lambda *_: False)
+        whole = generator(params, strategy, nbest=nbest, devices=8)
+        wanted = whole(*batch)
+        assert whole.compilations == 2
+        assert len({*np.asarray(wanted.lengths)[:, 0]}) > 3, "all end together"
+        monkeypatch.setattr(Generator, "_pays", lambda *_: True)
+        shrinking = generator(params, strategy, nbest=nbest, devices=8)
+        found = shrinking(*batch)
+        assert shrinking.compilations > 2, "no row left"
+        assert found.tokens.shape == (ROWS, nbest, PLACES)
+        for mine, ours in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, ours, rtol=1e-5)
+
+    def test_constraints_reach_the_search(self, strategy, params):
+        source, lengths = batch_of(8)
+        made = generator(params, strategy, min_length=5)
+        made._forbidden = [7, 9]
+        found = made(source, lengths, np.arange(8, dtype=np.int32))
+        assert not np.isin(found.tokens, [7, 9]).any()
+        assert (found.lengths >= 5).all()
+        assert made.rows(3) == 8
+
+
+def test_draws_depend_on_seed_number_and_draw_alone(params):
+    source, lengths = (np.repeat(array[:1], 8, axis=0) for array in batch_of(8))
+
+    @functools.cache
+    def made(nbest, seed):
+        return generator(params, "sample", nbest=nbest, seed=seed, temperature=2.0)
+
+    def drawn(numbers, nbest, seed=3):
+        found = made(nbest, seed)(source, lengths, np.array(numbers, np.int32))
+        return [
+            {tuple(tokens.tolist()) for tokens in row} for row in np.asarray(found[0])
+        ]
+
+    three = drawn([0, 1, 2, 3, 4, 5, 6, 7], 3)
+    assert drawn([7, 6, 5, 4, 3, 2, 1, 0], 3) == three[::-1]
+    first = drawn([0, 1, 2, 3, 4, 5, 6, 7], 1)
+    assert all(one < others for one, others in zip(first, three, strict=True))
+    assert first != drawn([0, 1, 2, 3, 4, 5, 6, 7], 1, seed=4)
+    assert len({min(row) for row in first}) > 4
+
+
+def test_samples_of_a_source_come_best_first(params):
+    source, lengths = batch_of(16)
+    made = generator(params, "sample", nbest=5, temperature=2.0)
+    found = made(source, lengths, np.arange(16, dtype=np.int32))
+    late = found.status == Status.UNFINISHED
+    assert late.any()
+    assert not late.all()
+    for scores, after in zip(found.scores, late, strict=True):
+        assert (np.diff(after.astype(int)) >= 0).all()
+        for kind in (scores[after], scores[~after]):
+            assert (np.diff(kind) <= 0).all()
+
+
+def test_a_smaller_shape_is_compiled_once_its_lack_has_cost_as_much(params):
+    made = generator(params, "greedy")
+    made.compilations, made.compile_seconds = 4, 6.0
+    active = np.arange(32) < 8
+    # A segment of one second on 32 rows loses three quarters; a shape costs 3 seconds.
+    said = [made._pays(8, LENGTH, active, 1.0) for _ in range(6)]
+    assert said == [False] * 4 + [True] * 2
+    assert made._pays(8, LENGTH, active, 0.0)
+    assert not made._pays(8, LENGTH + 1, active, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "rows"),
+    [(1, 1, 8), (1, 9, 16), (1, 100, 100), (3, 8, 9), (8, 60, 64), (8, 100, 104)],
+)
+def test_batches_have_few_sizes(params, devices, wanted, rows):
+    made = generator(params, "greedy", devices=devices)
+    made._config = dataclasses.replace(made._config, rows=100)
+    assert made.rows(wanted) == rows

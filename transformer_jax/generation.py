@@ -1,0 +1,277 @@
+"""Batches of sources in, hypotheses out: the compiled side of decoding.
+
+A batch is decoded in segments of a few steps. Between two of them finished rows leave
+the batch where that pays, so a long output does not hold up the short ones.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import DecodeConfig
+from transformer_jax.decoding import (
+    PIECES,
+    Hypotheses,
+    Search,
+    Status,
+    StepFunction,
+    at_least,
+    forbid,
+    run,
+    take_rows,
+)
+from transformer_jax.models import Memory, Seq2Seq
+from transformer_jax.sharding import batch_sharding, replicated
+from transformer_jax.types import PyTree
+
+# Steps between two looks at what has finished.
+SEGMENT = 4
+# Batches have few shapes: powers of two times this many rows, up to `decode.rows`.
+FEWEST_ROWS = 8
+
+
+def make_step_fn(
+    model: Seq2Seq, params: PyTree, memory: Memory, vocabulary: Any
+) -> StepFunction:
+    """Return the step function that decodes sources which the model has read.
+
+    PAD, BOS and UNK are no output: their logits are -inf.
+
+    Args:
+        model: from `build_model`.
+        params: its parameters.
+        memory: from the model's `read`.
+        vocabulary: the target's.
+    """
+
+    def step_fn(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        return model.apply({"params": params}, tokens, cache, memory, method="step")
+
+    return forbid(step_fn, [vocabulary.pad_id, vocabulary.bos_id, vocabulary.unk_id])
+
+
+def make_search(config: DecodeConfig, vocabulary: Any, nbest: int) -> Search:
+    """Return the search that a configuration asks for."""
+    settings: dict[str, Any] = {}
+    if config.strategy == "sample":
+        settings = {
+            "temperature": config.temperature,
+            "top_k": config.top_k or None,
+            "top_p": config.top_p,
+        }
+    elif config.strategy == "beam_search":
+        settings = {
+            "beam_size": config.beam_size,
+            "num_return": nbest,
+            "penalty": config.penalty,
+            "alpha": config.alpha,
+        }
+    return PIECES[config.strategy](
+        max_length=config.max_length,
+        end_id=vocabulary.end_id,
+        pad_id=vocabulary.pad_id,
+        **settings,
+    )
+
+
+class Generator:
+    """Decodes padded batches with one set of parameters.
+
+    Attributes:
+        params: the parameters.
+        compilations: executables made so far.
+        compile_seconds: time spent on making them.
+    """
+
+    def __init__(
+        self,
+        model: Seq2Seq,
+        params: PyTree,
+        config: DecodeConfig,
+        vocabulary: Any,
+        mesh: jax.sharding.Mesh,
+        *,
+        nbest: int = 1,
+        forbidden: Sequence[int] = (),
+    ) -> None:
+        """Prepare to decode.
+
+        Args:
+            model: from `build_model`.
+            params: its parameters, on every device of the mesh.
+            config: how to decode.
+            vocabulary: the target's.
+            mesh: rows are spread over its axis `data`.
+            nbest: hypotheses a source.
+            forbidden: ids that no output may hold.
+        """
+        self._model, self.params, self._mesh = model, params, mesh
+        self._config, self._vocabulary = config, vocabulary
+        self._forbidden = forbidden
+        self._search = make_search(config, vocabulary, nbest)
+        # Samples of one source are rows of their own; those of a beam share one.
+        self._draws = nbest if config.strategy == "sample" else 1
+        self._executables: dict[Any, Callable] = {}
+        self._lost: dict[Any, float] = {}
+        self.compilations, self.compile_seconds = 0, 0.0
+
+    def rows(self, wanted: int) -> int:
+        """Return the rows of the smallest batch that holds `wanted` of them."""
+        devices = self._mesh.shape["data"]
+        rows = FEWEST_ROWS
+        while rows < wanted:
+            rows = min(2 * rows, max(self._config.rows, rows + 1))
+        return -(-rows // devices) * devices
+
+    def __call__(
+        self, source: np.ndarray, lengths: np.ndarray, numbers: np.ndarray
+    ) -> Hypotheses:
+        """Decode a batch; return NumPy arrays `[B, n, ...]`, best first.
+
+        Args:
+            source: int32 `[B, S]`, B from `rows`.
+            lengths: int32 `[B]`, at least 1.
+            numbers: int32 `[B]`, what a sample's draws depend on besides the seed.
+        """
+        batch = jax.device_put((source, lengths, numbers), batch_sharding(self._mesh))
+        memory, state = self._call(self._begin, *batch)
+        places, found = np.arange(len(source)), None
+        limit = self._config.max_length
+        for until in range(SEGMENT, limit + SEGMENT, SEGMENT):
+            spent = time.perf_counter() - self.compile_seconds
+            state, active, now = self._call(
+                self._segment, memory, state, np.int32(min(until, limit))
+            )
+            active = np.asarray(active)
+            spent = time.perf_counter() - self.compile_seconds - spent
+            if not active.any():
+                break
+            rows = self.rows(active.sum())
+            if rows < len(active) and self._pays(rows, source.shape[1], active, spent):
+                found = _placed(found, places, now)
+                chosen = np.resize(np.flatnonzero(active), rows)
+                memory, state = self._call(self._take, memory, state, chosen)
+                places = places[chosen]
+        return self._sorted(_placed(found, places, now))
+
+    def _pays(self, rows: int, length: int, active: np.ndarray, spent: float) -> bool:
+        """Tell whether the next segment should run on fewer rows.
+
+        A smaller shape is compiled once the time lost for want of it has grown to what
+        compiling it takes: at most twice the time of knowing beforehand is lost.
+        """
+        shape = (rows, length)
+        if self._lost.get(shape) == np.inf:
+            return True
+        lost = self._lost.get(shape, 0.0) + spent * (1 - rows / len(active))
+        price = 2 * self.compile_seconds / self.compilations
+        self._lost[shape] = np.inf if lost > price else lost
+        return lost > price
+
+    def _call(self, piece: Callable, *arguments: Any) -> Any:
+        """Run a piece, compiled once for every shape."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
+        if (piece, shapes) not in self._executables:
+            began = time.perf_counter()
+            results = jax.eval_shape(piece, self.params, *arguments)
+            jitted = jax.jit(piece, out_shardings=self._shardings(results))
+            lowered = jitted.lower(self.params, *arguments)
+            self._executables[piece, shapes] = lowered.compile()
+            self.compilations += 1
+            self.compile_seconds += time.perf_counter() - began
+        return self._executables[piece, shapes](self.params, *arguments)
+
+    def _shardings(self, tree: PyTree) -> PyTree:
+        """Rows over the devices; what has no rows on all of them."""
+        rows, whole = batch_sharding(self._mesh), replicated(self._mesh)
+        return jax.tree.map(lambda leaf: rows if leaf.ndim else whole, tree)
+
+    def _begin(
+        self, params: PyTree, source: jax.Array, lengths: jax.Array, numbers: jax.Array
+    ) -> tuple[Memory, Any]:
+        """Read the sources and begin the search."""
+        memory = self._model.apply({"params": params}, source, lengths, method="read")
+        rows = source.shape[0] * self._draws
+        _, cache = self._decoded(params, memory, rows)
+        start = jnp.full(rows, self._vocabulary.bos_id, jnp.int32)
+        keys = None
+        if self._config.strategy == "sample":
+            keys = self._keys(numbers)
+        return memory, self._search.begin(cache, start, keys)
+
+    def _segment(
+        self, params: PyTree, memory: Memory, state: Any, until: jax.Array
+    ) -> tuple[Any, jax.Array, Hypotheses]:
+        """Advance; return the state, which sources are active, and what is found."""
+        rows = memory.lengths.shape[0]
+        step_fn, _ = self._decoded(params, memory, rows * self._draws)
+        state = run(self._search, step_fn, state, until)
+        finished = self._search.finished(state).reshape(rows, -1).all(axis=1)
+        found = jax.tree.map(
+            lambda leaf: leaf.reshape(rows, -1, *leaf.shape[2:]),
+            self._search.result(state),
+        )
+        return state, ~finished, found
+
+    def _take(
+        self, params: PyTree, memory: Memory, state: Any, chosen: jax.Array
+    ) -> tuple[Memory, Any]:
+        """Keep some of the sources."""
+        del params
+        return take_rows((memory, state), chosen, memory.lengths.shape[0])
+
+    def _decoded(
+        self, params: PyTree, memory: Memory, rows: int
+    ) -> tuple[StepFunction, PyTree]:
+        """The model under the configuration's constraints: step function and cache."""
+        step_fn = make_step_fn(self._model, params, memory, self._vocabulary)
+        cache = self._model.init_cache(rows, self._config.max_length)
+        if self._forbidden:
+            step_fn = forbid(step_fn, self._forbidden)
+        if self._config.min_length:
+            step_fn, cache = at_least(
+                step_fn,
+                cache,
+                self._config.min_length,
+                rows=rows,
+                end_id=self._vocabulary.end_id,
+            )
+        return step_fn, cache
+
+    def _keys(self, numbers: jax.Array) -> jax.Array:
+        """One key for every draw `[B n]`, of the seed, the source and the draw."""
+        seed = jax.random.key(self._config.seed)
+        fold = jax.vmap(jax.random.fold_in, (None, 0))
+        draws = jnp.arange(self._draws)
+        return jax.vmap(lambda key: fold(key, draws))(fold(seed, numbers)).reshape(-1)
+
+    def _sorted(self, found: Hypotheses) -> Hypotheses:
+        """Samples come in the order of their draws; the best first instead."""
+        if self._draws == 1:
+            return found
+        late = (found.status == Status.UNFINISHED) | np.isneginf(found.scores)
+        order = np.lexsort((-found.scores, late))
+        return Hypotheses(
+            *(
+                np.take_along_axis(
+                    field, order.reshape(order.shape + (1,) * (field.ndim - 2)), 1
+                )
+                for field in found
+            )
+        )
+
+
+def _placed(
+    found: Hypotheses | None, places: np.ndarray, now: Hypotheses
+) -> Hypotheses:
+    """Write what is found now to its places in the batch of the beginning."""
+    now = jax.device_get(now)
+    if found is None:
+        return Hypotheses(*(np.array(field) for field in now))
+    for field, news in zip(found, now, strict=True):
+        field[places] = news
+    return found
