@@ -50,12 +50,21 @@ class Seq2Seq(nn.Module):
             target_inputs: int32 `[B, T]`, BOS first; row t sees inputs up to t.
         """
         memory = self.encode(source, source_lengths)
-        x = self.target_frontend(target_inputs)
-        return self._logits(self.decoder(x, memory, source_lengths))
+        return self.predict(memory, source_lengths, target_inputs)
 
     def encode(self, source: jax.Array, source_lengths: jax.Array) -> jax.Array:
         """Return the memory `[B, S, D]` of a source `[B, S]`."""
         return self.encoder(self.source_frontend(source), source_lengths)
+
+    def predict(
+        self, memory: jax.Array, source_lengths: jax.Array, target_inputs: jax.Array
+    ) -> jax.Array:
+        """Return logits `[B, T, V]` of target inputs `[B, T]`, given `encode`'s memory.
+
+        Row t sees inputs up to t.
+        """
+        x = self.target_frontend(target_inputs)
+        return self._logits(self.decoder(x, memory, source_lengths))
 
     def read(self, source: jax.Array, source_lengths: jax.Array) -> Memory:
         """Encode a source and project it for every decoder layer, once."""
@@ -128,6 +137,7 @@ def _token_frontend(config: ModelConfig, vocab: int, dtype: Any) -> TokenFronten
         vocab,
         config.width,
         config.positions,
+        config.max_positions,
         config.scale_embeddings,
         config.dropout,
         dtype,
@@ -146,5 +156,6 @@ def _block_fields(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "norm_position": config.norm_position,
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
+        "positions": config.positions,
         "dtype": dtype,
     }

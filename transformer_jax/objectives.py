@@ -97,3 +97,22 @@ def validate(config: Config) -> None:
             f"decode.strategy {config.decode.strategy!r} cannot decode the objective "
             f"{config.train.objective!r}: use {', '.join(objective.strategies)}"
         )
+    _validate_lengths(config)
+
+
+def _validate_lengths(config: Config) -> None:
+    """Refuse sequences longer than a table of positions."""
+    longest = config.model.longest
+    lengths = {
+        "data.bucket_lengths": config.data.bucket_lengths[-1],
+        "decode.max_length": config.decode.max_length,
+        "decode.max_source_length": config.decode.max_source_length,
+    }
+    for name, length in lengths.items():
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"{name} goes to {length}, but model.positions="
+                f"{config.model.positions} ends at model.max_positions={longest}: "
+                "raise model.max_positions, or use positions without an end, such as "
+                "sinusoidal"
+            )
