@@ -139,9 +139,9 @@ class TestAlibi:
         np.testing.assert_array_equal(positions.Alibi(slopes, ahead)(i, j), wanted)
 
     def test_slopes_between_those_of_the_heads_tell_the_directions_apart(self):
-        for heads in range(1, 40):
-            between = positions.alibi_slopes(2 * heads)[::2]
-            assert (between != positions.alibi_slopes(heads)).all()
+        for heads in range(1, 20):
+            slopes, between = map(positions.alibi_slopes, (heads, 2 * heads))
+            assert (np.asarray(between)[::2] != np.asarray(slopes)).all()
 
 
 def slow_bucket(relative, buckets, max_distance, bidirectional):
