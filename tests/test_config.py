@@ -39,6 +39,12 @@ def test_a_misspelt_field_of_a_config_file_is_refused():
         ({"model": {"heads": 3}}, "width 256 is no multiple of model.heads 3"),
         ({"model": {"kv_heads": 3}}, "no multiple of model.kv_heads 3"),
         ({"model": {"width": 9, "heads": 3}}, "model.width 9 is odd"),
+        (
+            {"model": {"positions": "rotary", "width": 12}},
+            "head width .* is 3: make it even",
+        ),
+        ({"model": {"positions": "rotary", "head_width": 7}}, "is 7: make it even"),
+        ({"model": {"positions": "learnt"}}, "one of sinusoidal, learned, one_hot, ro"),
         ({"train": {"steps": 0}}, "train.steps must be at least 1, not 0"),
         ({"train": {"learning_rate": float("nan")}}, "must be finite"),
         ({"data": {"bucket_lengths": [9, 4]}}, "must be rising integers"),

@@ -32,6 +32,7 @@ FIELDS = {
     "norm_position": "pre",
     "dropout": 0.5,
     "attention_dropout": 0.0,
+    "positions": "none",
     "dtype": jnp.float32,
 }
 
@@ -132,7 +133,7 @@ def run_stack(params, *, scan, remat="none", key=None):
     def total(params):
         rngs = {} if key is None else {"dropout": key}
         y, _ = stack.apply(
-            params, "__call__", X, None, LENGTHS, rngs=rngs, method="run"
+            params, "__call__", X, None, LENGTHS, None, rngs=rngs, method="run"
         )
         return (y**2).sum(), y
 
@@ -142,7 +143,7 @@ def run_stack(params, *, scan, remat="none", key=None):
 @pytest.fixture(scope="module")
 def stack_params():
     stack = Stack(EncoderBlock, FIELDS, 3, False, "none")
-    arguments = ("__call__", X, None, LENGTHS)
+    arguments = ("__call__", X, None, LENGTHS, None)
     return perturbed(stack.init(jax.random.key(0), *arguments, method="run"))
 
 

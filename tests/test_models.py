@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -9,18 +11,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import TINY
+from trees import named
 
 from transformer_jax.config import ConfigError
-from transformer_jax.models import build_model
+from transformer_jax.models import Seq2Seq, build_model
 
 B, S, T = 3, 5, 7
 CONFIG = dataclasses.replace(TINY, encoder_layers=2, decoder_layers=2, dropout=0.1)
+SMALL = {"encoder_layers": 1, "decoder_layers": 1}
+# Every kind of positions, between them every other setting.
 VARIANTS = {
     "plain": {},
-    "post": {"norm_position": "post", "scan_layers": True},
-    "grouped": {"kv_heads": 1, "head_width": 6, "decoder_layers": 1},
-    "gated": {"activation": "swiglu", "norm": "rms", "tied_embeddings": "none"},
-    "scanned": {"scan_layers": True, "remat": "dots", "kv_heads": 1},
+    "post": {"norm_position": "post", "positions": "rotary", "scan_layers": True},
+    "grouped": {
+        "positions": "learned",
+        "max_positions": 9,
+        "kv_heads": 1,
+        "head_width": 6,
+        "decoder_layers": 1,
+    },
+    "gated": {
+        "positions": "alibi",
+        "activation": "swiglu",
+        "norm": "rms",
+        "tied_embeddings": "none",
+    },
+    "scanned": {
+        "positions": "t5",
+        "scan_layers": True,
+        "remat": "dots",
+        "kv_heads": 1,
+    },
+    "one_hot": {"positions": "one_hot", "max_positions": 9, **SMALL},
+    "none": {"positions": "none", **SMALL},
 }
 DRAW = np.random.default_rng(0)
 SOURCE = jnp.asarray(DRAW.integers(3, 11, size=(B, S)), jnp.int32)
@@ -28,16 +51,25 @@ LENGTHS = jnp.array([5, 2, 4])
 TARGET = jnp.asarray(DRAW.integers(3, 13, size=(B, T)), jnp.int32)
 
 
+class Built(NamedTuple):
+    """A model, parameters that are all away from zero and one, the full pass."""
+
+    model: Seq2Seq
+    variables: Any
+    forward: Callable[..., jax.Array]
+
+
 @functools.cache
 def build(**settings):
-    """A model and parameters that are all away from zero and one."""
     model = build_model(dataclasses.replace(CONFIG, **settings))
-    init = jax.jit(model.init)
-    variables = nn.unbox(init(jax.random.key(0), SOURCE, LENGTHS, TARGET))
-    leaves, tree = jax.tree.flatten(variables)
+    init = functools.partial(model.init, jax.random.key(0))
+    shapes = nn.unbox(jax.eval_shape(init, SOURCE, LENGTHS, TARGET))
     draw = np.random.default_rng(1)
-    leaves = [leaf + jnp.float32(0.1 * draw.normal(size=leaf.shape)) for leaf in leaves]
-    return model, jax.tree.unflatten(tree, leaves)
+    variables = jax.tree.map(
+        lambda leaf: jnp.asarray(0.35 * draw.normal(size=leaf.shape), leaf.dtype),
+        shapes,
+    )
+    return Built(model, variables, jax.jit(model.apply))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -46,43 +78,130 @@ def built(request):
 
 
 def test_token_by_token_equals_the_full_pass(built):
-    model, variables = built
-    full = jax.jit(model.apply)(variables, SOURCE, LENGTHS, TARGET)
+    """In step, and then each row one place further from a time of its own."""
+    model, variables, forward = built
+    full = forward(variables, SOURCE, LENGTHS, TARGET)
+    rows, times = jnp.arange(B), jnp.array([4, 0, 6])
 
     @jax.jit
     def decode(variables):
         memory = model.apply(variables, SOURCE, LENGTHS, method="read")
 
         def step(cache, tokens):
-            logits, cache = model.apply(variables, tokens, cache, memory, method="step")
-            return cache, logits
+            logits, after = model.apply(variables, tokens, cache, memory, method="step")
+            return after, (logits, cache)
 
-        _, logits = jax.lax.scan(step, model.init_cache(B, T), TARGET.T)
-        return logits.swapaxes(0, 1)
+        _, (logits, caches) = jax.lax.scan(step, model.init_cache(B, T), TARGET.T)
+        cache = jax.tree.map(lambda leaf: leaf[times, rows], caches)
+        return logits.swapaxes(0, 1), step(cache, TARGET[rows, times])[1][0]
 
-    np.testing.assert_allclose(decode(variables), full, rtol=1e-4, atol=1e-5)
+    in_step, apart = decode(variables)
+    np.testing.assert_allclose(in_step, full, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(apart, full[rows, times], rtol=1e-4, atol=1e-5)
+
+
+def test_later_targets_change_no_logits(built):
+    _, variables, forward = built
+    full = forward(variables, SOURCE, LENGTHS, TARGET)
+    changed = forward(variables, SOURCE, LENGTHS, TARGET.at[:, 4:].set(3))
+    np.testing.assert_allclose(changed[:, :4], full[:, :4], rtol=1e-5, atol=1e-6)
+    assert np.abs(changed - full)[:, 4:].max() > 0.01
 
 
 def test_caches_begin_with_the_batch(built):
-    model, _ = built
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(model.init_cache(4, T))} == {4}
+    cache = built.model.init_cache(4, T)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(cache)} == {4}
 
 
 def test_padding_and_batch_mates_change_nothing(built):
-    model, variables = built
-    apply = jax.jit(model.apply)
-    together = apply(variables, SOURCE, LENGTHS, TARGET)
+    _, variables, forward = built
+    together = forward(variables, SOURCE, LENGTHS, TARGET)
     row, length = 1, int(LENGTHS[1])
     # Another bucket, other mates, garbage in the padding.
     source = jnp.full((2, S + 3), 9, jnp.int32).at[0, :length].set(SOURCE[row, :length])
     target = jnp.full((2, T + 2), 9, jnp.int32).at[0, :T].set(TARGET[row])
-    apart = apply(variables, source, jnp.array([length, S + 3]), target)
+    apart = forward(variables, source, jnp.array([length, S + 3]), target)
     np.testing.assert_allclose(apart[0, :T], together[row], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "t5"])
+def test_scanned_layers_know_positions_as_unrolled_ones_do(positions):
+    """Other kinds are added before the first layer."""
+    settings = {"positions": positions, "decoder_layers": 1}
+    _, variables, unrolled = build(**settings)
+    *_, scanned = build(**settings, scan_layers=True)
+    params = jax.tree.map(lambda leaf: leaf, variables["params"])
+    for tower in ("encoder", "decoder"):
+        layers = params[tower]["stack"]
+        leaves = jax.tree.map(lambda *x: jnp.stack(x), *layers.values())
+        params[tower]["stack"] = {"layers": leaves}
+    np.testing.assert_allclose(
+        scanned({"params": params}, SOURCE, LENGTHS, TARGET),
+        unrolled(variables, SOURCE, LENGTHS, TARGET),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "tables"),
+    [
+        ("learned", {"source_frontend": S, "target_frontend": T}),
+        ("one_hot", {"source_frontend": S, "target_frontend": T}),
+        ("rotary", {}),
+        # Distances -4 to 4, with two numbers for each; and 0 to 6 back.
+        ("t5", {"encoder": 2 * S - 1, "decoder": T}),
+    ],
+)
+def test_gradients_reach_every_parameter(positions, tables):
+    model, variables, _ = build(positions=positions, max_positions=9, **SMALL)
+
+    @jax.jit
+    @jax.grad
+    def gradient(variables):
+        logits = model.apply(variables, SOURCE, LENGTHS, TARGET)
+        return jax.nn.log_softmax(logits)[..., 3].sum()
+
+    found = named(gradient(variables)["params"])
+    reached = {}
+    for name, leaf in found.items():
+        assert leaf.any(), name
+        if "position" in name:
+            reached[name.split("/")[0]] = int(leaf.any(1).sum())
+    assert reached == tables
+
+
+def test_encoder_and_decoder_have_biases_of_their_own_directions():
+    for positions in ("alibi", "t5"):
+        model, variables, _ = build(positions=positions, **SMALL)
+        bound = model.bind(variables)
+        encoder, decoder = bound.encoder.bias(), bound.decoder.bias()
+        if positions == "alibi":
+            assert (encoder.ahead != encoder.slopes).all()
+            assert decoder.ahead is None
+        else:
+            assert (encoder.bidirectional, decoder.bidirectional) == (True, False)
+            assert encoder.table.shape == decoder.table.shape == (32, CONFIG.heads)
+
+
+def test_encoding_then_predicting_is_the_whole():
+    """With dropout as well: one key makes the same choices."""
+    model, variables, _ = build(**SMALL)
+
+    @jax.jit
+    def both(variables, key):
+        apply = functools.partial(model.apply, variables, rngs={"dropout": key})
+        memory = apply(SOURCE, LENGTHS, method="encode")
+        parts = apply(memory, LENGTHS, TARGET, method="predict")
+        return parts, apply(SOURCE, LENGTHS, TARGET)
+
+    parts, whole = both(variables, jax.random.key(3))
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_beams_read_their_own_memory():
     """A row's beams are adjacent and read the memory of one source."""
-    model, variables = build()
+    model, variables, _ = build(positions="rotary", **SMALL)
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(beams):
@@ -96,7 +215,7 @@ def test_beams_read_their_own_memory():
 
 def test_logits_do_not_see_later_targets():
     """Through the inputs as embeddings: d logits[t] / d input[u] = 0 for u > t."""
-    model, variables = build()
+    model, variables, _ = build(**SMALL)
     source, lengths, target = SOURCE[:1], LENGTHS[:1], TARGET[:1]
 
     @jax.jit
@@ -121,34 +240,54 @@ class TestWordOrder:
     WORDS = ("张三", "打了", "李四")
     ONE, OTHER = ("张三", "打了", "李四"), ("李四", "打了", "张三")
 
-    def encode(self, positions, sentence):
-        model, variables = build(positions=positions)
-        ids = jnp.array([[3 + self.WORDS.index(word) for word in sentence]])
+    def encode(self, positions):
+        """Each word's vector in the one sentence, and in the other."""
+        model, variables, _ = build(positions=positions, **SMALL)
+        sentences = (self.ONE, self.OTHER)
+        ids = [[3 + self.WORDS.index(word) for word in words] for words in sentences]
         encode = jax.jit(functools.partial(model.apply, method="encode"))
-        memory = encode(variables, ids, jnp.array([3]))[0]
-        return dict(zip(sentence, np.asarray(memory), strict=True))
+        memories = encode(variables, jnp.array(ids), jnp.array([3, 3]))
+        return (
+            [memory[words.index(word)] for word in self.WORDS]
+            for words, memory in zip(sentences, memories, strict=True)
+        )
 
     def test_without_positions_the_encoder_is_permutation_equivariant(self):
-        one, other = (self.encode("none", s) for s in (self.ONE, self.OTHER))
-        for word in self.WORDS:
-            np.testing.assert_allclose(one[word], other[word], rtol=1e-4, atol=1e-5)
+        for one, other in zip(*self.encode("none"), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
-    def test_with_positions_it_is_not(self):
-        one, other = (self.encode("sinusoidal", s) for s in (self.ONE, self.OTHER))
-        for word in self.WORDS:
-            assert np.abs(one[word] - other[word]).max() > 0.01
+    @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "alibi", "t5"])
+    def test_with_positions_it_is_not(self, positions):
+        """Not even mirror images are alike, as they would be to distances alone."""
+        for one, other in zip(*self.encode(positions), strict=True):
+            assert np.abs(one - other).max() > 0.001
 
 
-def test_bfloat16_computes_coarsely_and_keeps_float32_parameters():
-    model, variables = build()
-    exact = jax.jit(model.apply)(variables, SOURCE, LENGTHS, TARGET)
-    coarse_model = build_model(dataclasses.replace(CONFIG, dtype="bfloat16"))
-    coarse = jax.jit(coarse_model.apply)(variables, SOURCE, LENGTHS, TARGET)
+@pytest.mark.parametrize("name", ["post", "scanned"])
+def test_bfloat16_computes_coarsely_and_keeps_float32_parameters(name):
+    settings = VARIANTS[name]
+    _, variables, forward = build(**settings)
+    exact = forward(variables, SOURCE, LENGTHS, TARGET)
+    coarse_model, _, coarse_forward = build(dtype="bfloat16", **settings)
+    coarse = coarse_forward(variables, SOURCE, LENGTHS, TARGET)
     assert coarse.dtype == jnp.bfloat16
     np.testing.assert_allclose(coarse.astype(jnp.float32), exact, atol=0.1)
     init = functools.partial(coarse_model.init, jax.random.key(0))
     boxed = jax.eval_shape(init, SOURCE, LENGTHS, TARGET)
     assert {leaf.dtype for leaf in jax.tree.leaves(boxed)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", ["post", "grouped", "scanned", "one_hot"])
+def test_bfloat16_steps_stay_bfloat16(name):
+    model, variables, _ = build(dtype="bfloat16", **VARIANTS[name])
+
+    def step(variables):
+        memory = model.apply(variables, SOURCE, LENGTHS, method="read")
+        cache = model.init_cache(B, T)
+        return model.apply(variables, TARGET[:, 0], cache, memory, method="step")
+
+    leaves = jax.tree.leaves(jax.eval_shape(step, variables))
+    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16", "int32"}
 
 
 @pytest.mark.parametrize(("tied", "tables"), [("none", 3), ("target", 2), ("all", 1)])

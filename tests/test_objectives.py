@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.config import Config, ConfigError
+from transformer_jax.config import Config, ConfigError, ModelConfig
 from transformer_jax.objectives import OBJECTIVES, teacher_forcing, validate
 from transformer_jax.types import Batch
 
@@ -81,3 +81,27 @@ def test_impossible_pairings_are_refused(section, field, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(dataclasses.replace(config, **{section: part}))
     validate(config)
+
+
+@pytest.mark.parametrize("positions", ["learned", "one_hot"])
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("data", "bucket_lengths", (8, 33)),
+        ("decode", "max_length", 33),
+        ("decode", "max_source_length", 33),
+    ],
+)
+def test_sequences_beyond_the_position_table_are_refused(
+    section, field, value, positions
+):
+    def config(positions, value):
+        model = ModelConfig(positions=positions, max_positions=32)
+        section_ = dataclasses.replace(getattr(Config(), section), **{field: value})
+        return dataclasses.replace(Config(), model=model, **{section: section_})
+
+    message = f"{section}.{field} goes to 33, .*={positions} .*max_positions=32: raise"
+    with pytest.raises(ConfigError, match=message):
+        validate(config(positions, value))
+    validate(config("rotary", value))
+    validate(config(positions, (8, 32) if section == "data" else 32))

@@ -72,7 +72,15 @@ class ModelConfig(_Checked):
     activation: str = _field("relu", choices=("relu", "gelu", "swiglu"))
     norm: str = _field("layer", choices=("layer", "rms"))
     norm_position: str = _field("pre", choices=("pre", "post"))
-    positions: str = _field("sinusoidal", choices=("sinusoidal", "none"))
+    # How a place is known: by a vector added to embeddings (sinusoidal, learned,
+    # one_hot), by turning queries and keys (rotary), by a bias of the scores (alibi,
+    # t5), or not at all.
+    positions: str = _field(
+        "sinusoidal",
+        choices=("sinusoidal", "learned", "one_hot", "rotary", "alibi", "t5", "none"),
+    )
+    # Places that learned and one_hot positions have; the others have no end.
+    max_positions: int = _field(512, low=1)
     # Which embedding matrices are one: target input and output, or source as well.
     tied_embeddings: str = _field("target", choices=("none", "target", "all"))
     scale_embeddings: bool = True
@@ -100,6 +108,18 @@ class ModelConfig(_Checked):
                 f"model.width {self.width} is odd, but sinusoidal positions pair sines "
                 "with cosines: use an even width"
             )
+        head_width = self.head_width or self.width // self.heads
+        if self.positions == "rotary" and head_width % 2:
+            raise ConfigError(
+                "model.positions=rotary turns pairs of features, but the head width "
+                f"(model.head_width, or model.width / model.heads) is {head_width}: "
+                "make it even"
+            )
+
+    @property
+    def longest(self) -> int | None:
+        """The most places a sequence can have; None where there is no such limit."""
+        return self.max_positions if self.positions in ("learned", "one_hot") else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,24 +1,22 @@
 """The decoder: masked self-attention, then cross-attention to the encoder's memory."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention import ATTENTION
-from transformer_jax.layers import Block, Dropout, Stack, make_norm
+from transformer_jax.layers import Block, Dropout, Tower
 from transformer_jax.types import PyTree
 
 
 class DecoderBlock(Block):
     """Masked self-attention, cross-attention, feed-forward, each with Add & Norm."""
 
-    SCANNED: ClassVar[dict[str, int]] = {"__call__": 2, "project": 0, "step": 1}
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 3, "project": 0, "step": 2}
 
     def setup(self) -> None:
-        self.self_attention = self.make_attention()
+        self.self_attention = self.make_self_attention()
         self.cross_attention = self.make_attention()
         self.feed_forward = self.make_feed_forward()
         self.norms = [self.make_norm() for _ in range(3)]
@@ -30,12 +28,13 @@ class DecoderBlock(Block):
         scanned: None,
         memory: jax.Array,
         memory_lengths: jax.Array,
+        bias: Any,
     ) -> tuple[jax.Array, None]:
         """Map target states `[B, T, D]` to the same; row t reads rows up to t."""
 
         def attend_self(y: jax.Array) -> jax.Array:
             key_value = self.self_attention.project(y)
-            return self.self_attention(y, key_value, is_causal=True)
+            return self.self_attention(y, key_value, bias=bias, is_causal=True)
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
         projected = self.cross_attention.project(memory)
@@ -46,14 +45,14 @@ class DecoderBlock(Block):
         return memory, self.cross_attention.project(memory)
 
     def step(
-        self, x: jax.Array, scanned: PyTree, memory_lengths: jax.Array
+        self, x: jax.Array, scanned: PyTree, memory_lengths: jax.Array, bias: Any
     ) -> tuple[jax.Array, PyTree]:
         """Map one new place `[M, 1, D]`; `scanned` is (cache, projected memory)."""
         cache, projected = scanned
 
         def attend_self(y: jax.Array) -> jax.Array:
             nonlocal cache
-            attended, cache = self.self_attention.step(y, cache)
+            attended, cache = self.self_attention.step(y, cache, bias=bias)
             return attended
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
@@ -75,26 +74,18 @@ class DecoderBlock(Block):
         return self.add_and_norm(x, self.feed_forward, self.norms[2])
 
 
-class Decoder(nn.Module):
-    """A stack of decoder blocks, with a last norm where norms come first."""
+class Decoder(Tower):
+    """A stack of decoder blocks."""
 
-    block_fields: Mapping[str, Any]
-    layers: int
-    scan: bool
-    remat: str
-
-    def setup(self) -> None:
-        fields = self.block_fields
-        self.stack = Stack(DecoderBlock, fields, self.layers, self.scan, self.remat)
-        if fields["norm_position"] == "pre":
-            self.last_norm = make_norm(fields["norm"], fields["dtype"])
+    BLOCK = DecoderBlock
+    BIDIRECTIONAL = False
 
     def __call__(
         self, x: jax.Array, memory: jax.Array, memory_lengths: jax.Array
     ) -> jax.Array:
         """Map target features `[B, T, D]` to states `[B, T, D]`, causally."""
-        x, _ = self.stack.run("__call__", x, None, memory, memory_lengths)
-        return self._normed(x)
+        x, _ = self.stack.run("__call__", x, None, memory, memory_lengths, self.bias())
+        return self.normed(x)
 
     def project(self, memory: jax.Array) -> PyTree:
         """Return every layer's keys and values of the memory `[B, S, D]`."""
@@ -108,8 +99,8 @@ class Decoder(nn.Module):
             scanned = (caches, projected)
         else:
             scanned = tuple(zip(caches, projected, strict=True))
-        x, caches = self.stack.run("step", x, scanned, memory_lengths)
-        return self._normed(x), caches
+        x, caches = self.stack.run("step", x, scanned, memory_lengths, self.bias())
+        return self.normed(x), caches
 
     def init_cache(self, batch: int, max_length: int) -> PyTree:
         """Return empty self-attention caches, leaves `[batch, ...]`.
@@ -130,6 +121,3 @@ class Decoder(nn.Module):
         return jax.tree.map(
             lambda leaf: jnp.repeat(leaf[:, None], self.layers, axis=1), cache
         )
-
-    def _normed(self, x: jax.Array) -> jax.Array:
-        return self.last_norm(x) if self.block_fields["norm_position"] == "pre" else x

@@ -1,53 +1,45 @@
 """The encoder: self-attention over the whole source."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 
-from transformer_jax.layers import Block, Dropout, Stack, make_norm
+from transformer_jax.layers import Block, Dropout, Tower
 
 
 class EncoderBlock(Block):
     """Self-attention and feed-forward, each with Add & Norm."""
 
-    SCANNED: ClassVar[dict[str, int]] = {"__call__": 1}
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 2}
 
     def setup(self) -> None:
-        self.self_attention = self.make_attention()
+        self.self_attention = self.make_self_attention()
         self.feed_forward = self.make_feed_forward()
         self.norms = [self.make_norm() for _ in range(2)]
         self.residual_dropout = Dropout(self.dropout)
 
     def __call__(
-        self, x: jax.Array, scanned: None, lengths: jax.Array
+        self, x: jax.Array, scanned: None, lengths: jax.Array, bias: Any
     ) -> tuple[jax.Array, None]:
         """Map `[B, S, D]` to the same; keys from `lengths` on are not attended."""
 
         def attend(y: jax.Array) -> jax.Array:
             key_value = self.self_attention.project(y)
-            return self.self_attention(y, key_value, key_value_seq_lengths=lengths)
+            return self.self_attention(
+                y, key_value, bias=bias, key_value_seq_lengths=lengths
+            )
 
         x = self.add_and_norm(x, attend, self.norms[0])
         return self.add_and_norm(x, self.feed_forward, self.norms[1]), scanned
 
 
-class Encoder(nn.Module):
-    """A stack of encoder blocks, with a last norm where norms come first."""
+class Encoder(Tower):
+    """A stack of encoder blocks."""
 
-    block_fields: Mapping[str, Any]
-    layers: int
-    scan: bool
-    remat: str
-
-    def setup(self) -> None:
-        fields = self.block_fields
-        self.stack = Stack(EncoderBlock, fields, self.layers, self.scan, self.remat)
-        if fields["norm_position"] == "pre":
-            self.last_norm = make_norm(fields["norm"], fields["dtype"])
+    BLOCK = EncoderBlock
+    BIDIRECTIONAL = True
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Map features `[B, S, D]` of `lengths` `[B]` to the memory `[B, S, D]`."""
-        x, _ = self.stack.run("__call__", x, None, lengths)
-        return self.last_norm(x) if self.block_fields["norm_position"] == "pre" else x
+        x, _ = self.stack.run("__call__", x, None, lengths, self.bias())
+        return self.normed(x)

@@ -5,14 +5,16 @@ a "training" flag. Every parameter names its logical axes (`types.LOGICAL_AXES`)
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from transformer_jax.attention import ATTENTION
 from transformer_jax.masks import hashed_dropout
-from transformer_jax.types import EMBED, HEAD, HEADS, LAYERS, MLP, PyTree
+from transformer_jax.positions import Alibi, T5Bias, alibi_slopes, rotary
+from transformer_jax.types import EMBED, HEAD, HEADS, LAYERS, MLP, POSITION, PyTree
 
 _kernel_init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
@@ -20,6 +22,8 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+# Of Raffel et al. 2020, section 2.1.
+T5_BUCKETS = 32
 
 
 class Dropout(nn.Module):
@@ -97,7 +101,9 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2) around one kernel.
 
     The kernel is the row `attention` of the ATTENTION table. Key projections have no
-    bias: softmax cancels it, and its rounding errors would be amplified by Adam.
+    bias: softmax cancels it, and its rounding errors would be amplified by Adam. With
+    `rotary`, queries and keys are rotated by their positions (`positions.rotary`), so
+    keys enter a cache rotated.
     """
 
     width: int
@@ -106,6 +112,7 @@ class MultiHeadAttention(nn.Module):
     head_width: int
     dropout: float
     dtype: Any
+    rotary: bool = False
     attention: str = "dot_product"
 
     def setup(self) -> None:
@@ -120,9 +127,14 @@ class MultiHeadAttention(nn.Module):
             self.width, (HEADS, HEAD, EMBED), contract=2, dtype=self.dtype
         )
 
-    def project(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Map `[B, S, D]` to key and value `[B, S, K, H]`."""
-        return self.key(memory), self.value(memory)
+    def project(
+        self, memory: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Map `[B, S, D]` to key and value `[B, S, K, H]`.
+
+        `positions` are those of the keys, `[S]` or `[B, S]`; from 0 on by default.
+        """
+        return self._placed(self.key(memory), positions), self.value(memory)
 
     def __call__(
         self, x: jax.Array, key_value: tuple[jax.Array, jax.Array], **options: Any
@@ -135,15 +147,27 @@ class MultiHeadAttention(nn.Module):
             options["dropout_rate"] = self.dropout
             options["dropout_rng"] = self.make_rng("dropout")
         kernel = ATTENTION[self.attention].kernel
-        return self.out(kernel(self.query(x), *key_value, **options))
+        return self.out(kernel(self._placed(self.query(x)), *key_value, **options))
 
-    def step(self, x: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        """Attend from one new place `[M, 1, D]` to itself and all places before."""
-        key, value = self.project(x)
-        attended, cache = ATTENTION[self.attention].step(
-            self.query(x), key, value, cache
-        )
+    def step(
+        self, x: jax.Array, cache: PyTree, **options: Any
+    ) -> tuple[jax.Array, PyTree]:
+        """Attend from one new place `[M, 1, D]` to itself and all places before.
+
+        `options` go to the kernel's step: `bias`.
+        """
+        positions = cache.position[:, None]
+        key, value = self.project(x, positions)
+        query = self._placed(self.query(x), positions)
+        step = ATTENTION[self.attention].step
+        attended, cache = step(query, key, value, cache, **options)
         return self.out(attended), cache
+
+    def _placed(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Queries or keys `[B, T, N, H]` as they stand at these positions."""
+        if not self.rotary:
+            return x
+        return rotary(x, jnp.arange(x.shape[1]) if positions is None else positions)
 
 
 def residual(
@@ -177,9 +201,14 @@ class Block(nn.Module):
     norm_position: str
     dropout: float
     attention_dropout: float
+    positions: str
     dtype: Any
 
-    def make_attention(self) -> MultiHeadAttention:
+    def make_self_attention(self) -> MultiHeadAttention:
+        """Return an attention sublayer for one sequence, which knows positions."""
+        return self.make_attention(rotary=self.positions == "rotary")
+
+    def make_attention(self, *, rotary: bool = False) -> MultiHeadAttention:
         """Return an attention sublayer of this block's sizes."""
         return MultiHeadAttention(
             self.width,
@@ -188,6 +217,7 @@ class Block(nn.Module):
             self.head_width,
             self.attention_dropout,
             self.dtype,
+            rotary,
         )
 
     def make_feed_forward(self) -> FeedForward:
@@ -261,3 +291,48 @@ class Stack(nn.Module):
             carry, result = getattr(layer, method)(carry, entry, *shared)
             results.append(result)
         return carry, tuple(results)
+
+
+class Tower(nn.Module):
+    """A stack of blocks, one bias for all its self-attention, and a last norm.
+
+    There is a last norm where norms come first. ALiBi and T5 positions are the bias;
+    T5's table is one for all layers.
+    """
+
+    BLOCK: ClassVar[type[Block]]
+    BIDIRECTIONAL: ClassVar[bool]
+
+    block_fields: Mapping[str, Any]
+    layers: int
+    scan: bool
+    remat: str
+
+    def setup(self) -> None:
+        fields = self.block_fields
+        self.stack = Stack(self.BLOCK, fields, self.layers, self.scan, self.remat)
+        if fields["norm_position"] == "pre":
+            self.last_norm = make_norm(fields["norm"], fields["dtype"])
+        if fields["positions"] == "t5":
+            init = nn.initializers.normal(fields["width"] ** -0.5)
+            self.position_table = self.param(
+                "position_table",
+                nn.with_logical_partitioning(init, (POSITION, HEADS)),
+                (T5_BUCKETS, fields["heads"]),
+            )
+
+    def bias(self) -> Alibi | T5Bias | None:
+        """Return what self-attention adds to its scores."""
+        fields = self.block_fields
+        if fields["positions"] == "alibi":
+            heads = fields["heads"]
+            # Slopes between those of the heads: both directions alike would be blind.
+            ahead = alibi_slopes(2 * heads)[::2] if self.BIDIRECTIONAL else None
+            return Alibi(alibi_slopes(heads), ahead)
+        if fields["positions"] == "t5":
+            return T5Bias(self.position_table, bidirectional=self.BIDIRECTIONAL)
+        return None
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Apply the last norm, if there is one."""
+        return self.last_norm(x) if self.block_fields["norm_position"] == "pre" else x

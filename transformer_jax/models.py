@@ -59,7 +59,10 @@ class Seq2Seq(nn.Module):
     def predict(
         self, memory: jax.Array, source_lengths: jax.Array, target_inputs: jax.Array
     ) -> jax.Array:
-        """Return logits `[B, T, V]` of inputs `[B, T]` before an encoded source."""
+        """Return logits `[B, T, V]` of target inputs `[B, T]`, given `encode`'s memory.
+
+        Row t sees inputs up to t.
+        """
         x = self.target_frontend(target_inputs)
         return self._logits(self.decoder(x, memory, source_lengths))
 
@@ -134,6 +137,7 @@ def _token_frontend(config: ModelConfig, vocab: int, dtype: Any) -> TokenFronten
         vocab,
         config.width,
         config.positions,
+        config.max_positions,
         config.scale_embeddings,
         config.dropout,
         dtype,
@@ -152,5 +156,6 @@ def _block_fields(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "norm_position": config.norm_position,
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
+        "positions": config.positions,
         "dtype": dtype,
     }

@@ -136,6 +136,7 @@ def validate(config: Config) -> None:
         )
     _check_decoding(config.decode)
     _check_corruption(config.train)
+    _check_lengths(config)
 
 
 def check_nbest(config: DecodeConfig, nbest: int) -> None:
@@ -201,3 +202,21 @@ def _changed(record: Any, names: Collection[str]) -> list[str]:
         for item in dataclasses.fields(record)
         if item.name in names and getattr(record, item.name) != item.default
     ]
+
+
+def _check_lengths(config: Config) -> None:
+    """Refuse sequences longer than a table of positions."""
+    longest = config.model.longest
+    lengths = {
+        "data.bucket_lengths": config.data.bucket_lengths[-1],
+        "decode.max_length": config.decode.max_length,
+        "decode.max_source_length": config.decode.max_source_length,
+    }
+    for name, length in lengths.items():
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"{name} goes to {length}, but model.positions="
+                f"{config.model.positions} ends at model.max_positions={longest}: "
+                "raise model.max_positions, or use positions without an end, such as "
+                "sinusoidal"
+            )

@@ -17,6 +17,7 @@ from transformer_jax.types import (
     LAYERS,
     LENGTH,
     MLP,
+    POSITION,
     VOCAB,
     PyTree,
 )
@@ -26,6 +27,7 @@ MESH_AXES = ("data", "fsdp", "sequence", "model")
 RULES = (
     (BATCH, "data"),
     (LENGTH, "sequence"),
+    (POSITION, None),
     (EMBED, "fsdp"),
     (HEADS, "model"),
     (HEAD, None),

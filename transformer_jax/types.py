@@ -17,13 +17,14 @@ PyTree = Any
 # in `sharding.py` maps them to mesh axes.
 BATCH = "batch"
 LENGTH = "length"
+POSITION = "position"
 EMBED = "embed"
 HEADS = "heads"
 HEAD = "head"
 MLP = "mlp"
 VOCAB = "vocab"
 LAYERS = "layers"
-LOGICAL_AXES = (BATCH, LENGTH, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS)
+LOGICAL_AXES = (BATCH, LENGTH, POSITION, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS)
 
 
 class Batch(NamedTuple):
