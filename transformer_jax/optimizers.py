@@ -35,7 +35,13 @@ def _inverse_square_root(peak: float, warmup: int) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return clipping, then AdamW (Loshchilov and Hutter 2019) or SGD with momentum.
+    """Return clipping, then AdamW, Adafactor or SGD with momentum.
+
+    AdamW: Loshchilov and Hutter 2019. Adafactor: Shazeer and Stern 2018, without
+    momentum; matrices of 128 rows and columns or more keep one sum a row and one a
+    column in place of a moment a weight, and every array's step is multiplied by its
+    root mean square (section 8, at least 1e-3), so that the learning rate is relative:
+    1e-2 is usual.
 
     Weight decay spares vectors: biases, and the scales of norms.
     """
@@ -44,6 +50,13 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         update = optax.chain(
             optax.add_decayed_weights(config.weight_decay, mask=_matrices),
             optax.sgd(schedule, momentum=config.momentum or None),
+        )
+    elif config.optimizer == "adafactor":
+        update = optax.adafactor(
+            schedule,
+            # Optax decays by the bare rate here; in AdamW by that times the schedule.
+            weight_decay_rate=lambda step: config.weight_decay * schedule(step),
+            weight_decay_mask=_matrices,
         )
     else:
         update = optax.adamw(
