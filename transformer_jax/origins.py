@@ -53,7 +53,9 @@ def find_origin(text: str) -> Origin:
         ConfigError: there is no such run, or it has no such step.
     """
     workdir, _, name = text.rpartition("@")
-    if not workdir or not (name.isdecimal() or name in ("best", "latest")):
+    which = name.isdecimal() or name in ("best", "latest")
+    # A directory may have an @ in its own name.
+    if not which or (epath.Path(text).expanduser() / CONFIG_FILE).exists():
         workdir, name = text, "best"
     path = epath.Path(workdir).expanduser()
     if not (path / CONFIG_FILE).exists():

@@ -24,7 +24,7 @@ from transformer_jax.checkpoint_store import first_difference
 from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.commands.flags import define_workdir
 from transformer_jax.config import Config, ConfigError, ParallelConfig, to_dict
-from transformer_jax.run_directory import require_writable
+from transformer_jax.run_directory import CONFIG_FILE, require_writable
 from transformer_jax.runs import Run, open_run, read_config
 from transformer_jax.saved_config import write_config
 from transformer_jax.sharding import make_mesh
@@ -63,7 +63,7 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     checkpoints = opened.checkpoints(read_only=True)
     steps = _choose(values, checkpoints)
     output = epath.Path(values.output).expanduser()
-    for name in ("config.json", "vocabulary", "checkpoints"):
+    for name in (CONFIG_FILE, "vocabulary", "checkpoints"):
         if (output / name).exists():
             raise ConfigError(
                 f"--output {output} holds a run already ({name}): choose another one"
@@ -71,7 +71,12 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     _require_one_shape(checkpoints, steps)
     require_writable(output, flag="--output")
     params, metadata = _average(opened, checkpoints, steps)
-    _write(opened, output, steps, params, metadata)
+    # The configuration comes last: it makes the directory a run.
+    save_tokenizers([opened.source_tokenizer, opened.target_tokenizer], output)
+    with Checkpoints(output / "checkpoints") as averaged:
+        averaged.save(steps[-1], {"params": params}, metadata)
+    of = {"workdir": str(checkpoints.directory.parent), "steps": steps}
+    write_config(output, opened.config, average=of)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {"step": steps[-1], "steps": steps, "parameters": parameters}
 
@@ -138,9 +143,9 @@ def _require_one_shape(checkpoints: Checkpoints, steps: Sequence[int]) -> None:
 
 
 def _average(
-    opened: Run, checkpoints: Checkpoints, steps: Sequence[int]
+    opened: Run, checkpoints: Checkpoints, steps: list[int]
 ) -> tuple[PyTree, dict[str, Any]]:
-    """Return the mean of the parameters, and the metadata of the last step."""
+    """Return the mean of the parameters; the last step's metadata, made true of it."""
     wanted = abstract_params(opened.model(), make_mesh(ParallelConfig(data=1)))
     metadata: dict[str, Any] = {}
 
@@ -150,20 +155,6 @@ def _average(
         metadata.update(restored.metadata)
         return restored.state
 
-    return mean_params(steps, read), metadata
-
-
-def _write(
-    opened: Run,
-    output: epath.Path,
-    steps: Sequence[int],
-    params: PyTree,
-    metadata: dict[str, Any],
-) -> None:
-    """Write the working directory; its configuration last, which makes it a run."""
-    save_tokenizers([opened.source_tokenizer, opened.target_tokenizer], output)
-    of_average = {"config": to_dict(opened.config), "loss": None, "averaged": [*steps]}
-    with Checkpoints(output / "checkpoints") as checkpoints:
-        checkpoints.save(steps[-1], {"params": params}, {**metadata, **of_average})
-    source = {"workdir": str(checkpoints.directory.parent), "steps": [*steps]}
-    write_config(output, opened.config, average=source)
+    params = mean_params(steps, read)
+    metadata |= {"config": to_dict(opened.config), "loss": None, "averaged": steps}
+    return params, metadata
