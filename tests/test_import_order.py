@@ -24,19 +24,11 @@ LEVELS = (
     (
         *("run_directory", "data", "metrics", "sharding", "optimizers"),
         *("progress", "tensorboard", "checkpoint_store", "checkpoints", "averaging"),
-        *("visualize",),
+        "visualize",
     ),
     (
-        *(
-            "saved_config",
-            "vocabularies",
-            "origins",
-            "runs",
-            "training",
-            "reports",
-            "trainer",
-        ),
-        *("inference",),
+        *("saved_config", "vocabularies", "origins", "runs", "training", "reports"),
+        *("trainer", "inference"),
         *("commands", "benchmarks", "__main__"),
     ),
 )

@@ -1,45 +1,17 @@
 """Event files: the same numbers under the same names, if tensorboardX is there."""
 
-import importlib.machinery
 import sys
-import types
 
 import pytest
+from fake_tensorboard import install
 
 from transformer_jax.config import ConfigError
 from transformer_jax.tensorboard import EventFiles, require_tensorboard
 
 
-class SummaryWriter:
-    """What tensorboardX is asked to do."""
-
-    def __init__(self, **settings):
-        self.settings, self.calls = settings, []
-
-    def add_scalar(self, *call):
-        self.calls.append(call)
-
-    def flush(self):
-        self.calls.append("flush")
-
-    def close(self):
-        self.calls.append("close")
-
-
 @pytest.fixture
 def made(monkeypatch):
-    """The package, and a list of the writers that are made of it."""
-    writers = []
-
-    def make(**settings):
-        writers.append(SummaryWriter(**settings))
-        return writers[-1]
-
-    module = types.ModuleType("tensorboardX")
-    module.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
-    module.SummaryWriter = make
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    return writers
+    return install(monkeypatch)
 
 
 def test_reports_become_scalars(made, tmp_path):

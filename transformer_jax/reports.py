@@ -58,16 +58,16 @@ class Reports:
     def opened(self, start: int) -> Iterator[None]:
         """Open the writers of a run that goes on from step `start`."""
         workdir = self._run.workdir
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._progress.end)
-            kinds = {MetricsFile: "metrics.jsonl"}
-            if self._run.config.train.tensorboard:
-                kinds[EventFiles] = "tensorboard"
-            for kind, name in kinds.items():
-                writer = kind(workdir / name, resumed_step=start)
-                stack.callback(writer.close)
-                self._writers.append(writer)
+        self._writers = [MetricsFile(workdir / "metrics.jsonl", resumed_step=start)]
+        if self._run.config.train.tensorboard:
+            folder = workdir / "tensorboard"
+            self._writers.append(EventFiles(folder, resumed_step=start))
+        try:
             yield
+        finally:
+            self._progress.end()
+            for writer in self._writers:
+                writer.close()
 
     def begin(self, start: int) -> None:
         """Start the clock before the first step."""
