@@ -137,6 +137,28 @@ def test_replaced_step_has_its_new_metric(tmp_path):
         assert checkpoints.best_step() == 2
 
 
+def test_best_steps_are_those_that_have_a_metric_best_first(tmp_path):
+    losses = {2: 3.0, 3: float("nan"), 5: 1.0, 7: None, 11: 2.0}
+    with Checkpoints(tmp_path, keep_latest=9) as checkpoints:
+        for step, loss in losses.items():
+            metrics = {} if loss is None else {"loss": loss}
+            checkpoints.save(step, make_state(step), AWAY, metrics=metrics)
+        checkpoints.wait()
+        assert checkpoints.best_steps(2) == [5, 11]
+        assert checkpoints.best_steps(9) == [5, 11, 2]
+
+
+def test_leaves_are_described_without_reading_them(copied):
+    (copied / "3" / "metadata" / "metadata").write_text("{")
+    with Checkpoints(copied, read_only=True) as checkpoints:
+        leaves = checkpoints.leaves(2)
+        assert leaves["params/layer/kernel"] == "float32[16, 3]"
+        assert len(leaves) == len(jax.tree.leaves(make_state(2)))
+        for step in (3, 4):
+            with pytest.raises(CheckpointError, match=rf"/{step} cannot be read"):
+                checkpoints.leaves(step)
+
+
 def test_without_metrics_best_is_the_newest(whole):
     with Checkpoints(whole, read_only=True) as checkpoints:
         assert checkpoints.best_step() is None

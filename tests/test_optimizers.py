@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from trees import named
 
@@ -46,7 +47,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
 def test_weight_decay_spares_biases_and_norms(optimizer):
     config = TrainConfig(
         optimizer=optimizer,
@@ -78,3 +79,44 @@ def test_clipping_bounds_the_global_norm():
     updates, _ = tx.update(large, tx.init(PARAMS), PARAMS)
     norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(updates)))
     np.testing.assert_allclose(norm, config.clip, rtol=1e-5)
+
+
+ROWS, COLUMNS = 37, 41
+
+
+def adafactor_in_numpy(parameter, gradients, rate):
+    """Algorithm 4 of Shazeer and Stern 2018, with beta2 of section 7.2."""
+    row, column = np.zeros(ROWS), np.zeros(COLUMNS)
+    for step, gradient in enumerate(gradients, start=1):
+        decay = 1 - step**-0.8
+        square = gradient**2 + 1e-30
+        row = decay * row + (1 - decay) * square.sum(axis=1)
+        column = decay * column + (1 - decay) * square.sum(axis=0)
+        update = gradient / np.sqrt(np.outer(row, column) / row.sum())
+        update /= max(1, np.sqrt((update**2).mean()))
+        scale = max(1e-3, np.sqrt((parameter**2).mean()))
+        parameter = parameter - scale * rate * update
+    return parameter
+
+
+def test_adafactor_is_the_paper_s_and_keeps_sums_of_rows_and_columns():
+    draw = np.random.default_rng(0)
+    first, *gradients = draw.normal(size=(4, ROWS, COLUMNS))
+    config = TrainConfig(
+        optimizer="adafactor",
+        schedule="constant",
+        learning_rate=0.01,
+        warmup=0,
+        clip=0.0,
+    )
+    tx, params = make_optimizer(config), {"kernel": jnp.float32(first)}
+    state = tx.init(params)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert ROWS + COLUMNS <= kept < ROWS + COLUMNS + 9
+    for gradient in gradients:
+        updates, state = tx.update({"kernel": jnp.float32(gradient)}, state, params)
+        params = optax.apply_updates(params, updates)
+    expected = adafactor_in_numpy(first, gradients, 0.01)
+    np.testing.assert_allclose(
+        params["kernel"] - first, expected - first, rtol=1e-3, atol=1e-6
+    )

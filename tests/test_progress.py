@@ -62,9 +62,9 @@ def test_full_disk_is_named(tmp_path):
 
 
 def test_time_left_counts_the_steps_of_this_start(clock, capsys):
-    shown = Progress(total=50, start=20)
+    shown = Progress(total=50)
     clock[0] += 1000  # Compiling is over before the first step.
-    shown.begin()
+    shown.begin(20)
     clock[0] += 20
     shown.show(30, "loss 1.5")
     assert capsys.readouterr().err == (
@@ -80,7 +80,7 @@ def test_terminal_line_is_redrawn_and_cut(clock, monkeypatch):
     monkeypatch.setattr(progress.sys, "stderr", terminal)
     size = os.terminal_size((30, 9))
     monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: size)
-    shown = Progress(total=10, start=0)
+    shown = Progress(total=10)
     for step in (5, 10):
         shown.show(step, "a text longer than any terminal")
     shown.say("evaluated")
@@ -96,7 +96,7 @@ def test_terminal_line_is_redrawn_and_cut(clock, monkeypatch):
 
 
 def test_bar_grows(clock, capsys):
-    shown = Progress(total=7, start=0)
+    shown = Progress(total=7)
     for step in range(1, 8):
         shown.show(step, "")
     lines = capsys.readouterr().err.splitlines()

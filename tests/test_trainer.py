@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_line import config_flags, metrics_of, started
+from fake_tensorboard import install
 from toy import prepared
 from trees import bits
 
@@ -64,7 +65,10 @@ def straight(data, tmp_path_factory):
 def restored(workdir):
     run = open_run(workdir)
     mesh = make_mesh(run.config.parallel)
-    wanted = abstract_state(run.model(), make_optimizer(run.config.train), mesh)
+    train = run.config.train
+    wanted = abstract_state(
+        run.model(), make_optimizer(train), mesh, ema=train.ema_decay > 0
+    )
     return run.checkpoints(read_only=True).restore(wanted)
 
 
@@ -168,6 +172,54 @@ def test_stop_before_compiling_does_not_compile(data, tmp_path, monkeypatch):
     assert (called.code, called.out) == (75, "")
     assert "stopped by SIGTERM at step 0, before anything was done" in called.err
     assert "compilations" not in called.err
+
+
+# What is saved besides parameters, AdamW's moments and the key.
+MORE = {"train.ema_decay": 0.6, "train.optimizer": "adafactor"}
+
+
+def test_adafactor_with_a_moving_average_goes_on_bit_for_bit(
+    data, tmp_path, monkeypatch
+):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    settings = {**MORE, "train.tensorboard": "true", "train.learning_rate": 0.05}
+    made = install(monkeypatch)
+    assert train(data, straight, **settings).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 4, signal.SIGTERM)
+        assert train(data, stopped, **settings).code == 75
+    called = train(data, stopped, **settings)
+    assert called.code == 0, called.err
+    assert "resuming at step 4" in called.err
+    assert_same_end(stopped, straight)
+    state = restored(straight).state
+    apart = [
+        bits(leaf) != bits(average)
+        for leaf, average in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(state.ema), strict=True
+        )
+    ]
+    assert any(apart)
+    losses = [loss for _, loss in metrics_of(straight)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert_scalars_are_the_metrics(made, straight, stopped)
+
+
+def assert_scalars_are_the_metrics(made, straight, stopped):
+    whole, first, second = made
+    assert whole.settings["logdir"] == str(straight / "tensorboard")
+    assert [each.settings["purge_step"] for each in made] == [1, 1, 5]
+    for workdir, writers in ((straight, [whole]), (stopped, [first, second])):
+        assert all(each.calls[-1] == "close" for each in writers)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        expected = [
+            (name, value, report["step"])
+            for report in map(json.loads, lines)
+            for name, value in report.items()
+            if name != "step"
+        ]
+        calls = [call for each in writers for call in each.calls]
+        assert [call for call in calls if isinstance(call, tuple)] == expected
 
 
 def wait_for(condition, process):

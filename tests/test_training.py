@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from tiny import TINY
-from trees import named
+from trees import bits, named
 
+from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.config import ParallelConfig, TrainConfig
 from transformer_jax.data import Bucket
 from transformer_jax.models import build_model
 from transformer_jax.objectives import OBJECTIVES
 from transformer_jax.optimizers import make_optimizer
-from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from transformer_jax.training import (
     abstract_state,
     compile_losses,
@@ -164,3 +166,122 @@ def test_first_parameters_do_not_depend_on_the_devices():
     one, eight = (jax.device_get(first_state(n).params) for n in (1, 8))
     for name, leaf in named(one).items():
         np.testing.assert_array_equal(named(eight)[name], leaf, err_msg=name)
+
+
+# --- The moving average ----------------------------------------------------------
+
+# Below the decay that the warm-up has after three updates, 4 / 13.
+DECAY = 0.3
+
+
+@functools.cache
+def averaging_step():
+    """The update of `compiled_step(1)`, with a moving average, and its first state."""
+    state = first_state(1)
+    state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
+    loss, optimizer = loss_of(model_of(0.1)), make_optimizer(TRAIN)
+    step = make_train_step(loss, optimizer, ema_decay=DECAY)
+    mesh = make_mesh(ParallelConfig(data=1))
+    return compile_train_steps(step, state, [BUCKET], mesh)[BUCKET], state
+
+
+def test_moving_average_is_that_of_a_loop():
+    step, first = averaging_step()
+    state = jax.tree.map(jnp.copy, first)
+    expected = {n: np.float64(x) for n, x in named(jax.device_get(first.ema)).items()}
+    for count, batch in enumerate(BATCHES, start=1):
+        state, _ = step(state, put(batch, 1))
+        decay = min(DECAY, (1 + count) / (10 + count))
+        params = named(jax.device_get(state.params))
+        for name, leaf in named(jax.device_get(state.ema)).items():
+            expected[name] = decay * expected[name] + (1 - decay) * params[name]
+            np.testing.assert_allclose(
+                leaf, expected[name], rtol=1e-5, atol=1e-7, err_msg=f"{count} {name}"
+            )
+    assert max(abs(expected[name] - params[name]).max() for name in params) > 1e-3
+    # Training itself does not notice.
+    _, others = train(BATCHES, 1)
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaf, others[name], err_msg=name)
+
+
+def test_no_moving_average_is_kept_unless_asked_for():
+    model, optimizer = model_of(0.0), make_optimizer(TRAIN)
+    mesh = make_mesh(ParallelConfig())
+    for state in (abstract_state(model, optimizer, mesh), first_state(1)):
+        assert jax.tree.leaves(state.ema) == []
+    with_average = abstract_state(model, optimizer, mesh, ema=True)
+    described = [
+        {n: (x.shape, x.dtype, x.sharding) for n, x in named(tree).items()}
+        for tree in (with_average.params, with_average.ema)
+    ]
+    assert described[0] == described[1]
+
+
+# --- Adafactor -------------------------------------------------------------------
+
+
+def adafactor_setup():
+    """A model most of whose matrices are factored, and its first state."""
+    sizes = {"source_vocab": 37, "target_vocab": 41, "width": 32, "heads": 1}
+    config = dataclasses.replace(TINY, **sizes)
+    train = dataclasses.replace(TRAIN, optimizer="adafactor", learning_rate=0.05)
+    model, optimizer = build_model(config), make_optimizer(train)
+    mesh = make_mesh(ParallelConfig(data=8))
+    return model, optimizer, mesh, abstract_state(model, optimizer, mesh)
+
+
+def test_adafactor_trains_and_is_saved_on_eight_devices(tmp_path):
+    model, optimizer, mesh, abstract = adafactor_setup()
+    state = init_state(model, optimizer, abstract, 0)
+    step = make_train_step(loss_of(model), optimizer)
+    step = compile_train_steps(step, state, [BUCKET], mesh)[BUCKET]
+    batch = put(BATCHES[0], 8)
+    losses = []
+    with Checkpoints(tmp_path) as checkpoints:
+        for _ in range(STEPS):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+            if int(state.step) == 2:
+                checkpoints.save(2, state, {})
+    assert losses[-1] < 0.8 * losses[0]
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        resumed = checkpoints.restore(abstract).state
+    for _ in range(STEPS - 2):
+        resumed, _ = step(resumed, batch)
+    for leaf, other in zip(
+        jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True
+    ):
+        assert bits(leaf) == bits(other)
+
+
+def test_adafactor_keeps_far_less_than_adam():
+    model, _, mesh, abstract = adafactor_setup()
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(state.opt_state))
+        for state in (abstract, abstract_state(model, make_optimizer(TRAIN), mesh))
+    ]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+    assert sizes[0] < parameters / 4
+    assert sizes[1] > 2 * parameters
+
+
+def test_smaller_state_than_the_parameter_is_on_every_device():
+    """A mesh that splits parameters: the sums have other axes than those."""
+    config = dataclasses.replace(TINY, source_vocab=40, target_vocab=48, width=64)
+    train = dataclasses.replace(TRAIN, optimizer="adafactor")
+    axes = (AxisType.Auto,) * len(MESH_AXES)
+    mesh = jax.make_mesh((1, 4, 1, 2), MESH_AXES, axis_types=axes)
+    optimizer = make_optimizer(train)
+    state = abstract_state(build_model(config), optimizer, mesh)
+    params = named(state.params)
+    split = 0
+    for name, leaf in named(state.opt_state).items():
+        whose = [path for path in params if name.endswith(f"/{path}")]
+        same = bool(whose) and leaf.shape == params[whose[0]].shape
+        if same:
+            assert leaf.sharding == params[whose[0]].sharding
+            split += not leaf.sharding.is_fully_replicated
+        else:
+            assert leaf.sharding.is_fully_replicated, name
+    assert split

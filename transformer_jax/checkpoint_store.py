@@ -120,6 +120,28 @@ def read_record(folder: epath.Path) -> dict:
     return json.loads((folder / RECORD / RECORD).read_text())
 
 
+def describe(state: PyTree) -> dict[str, str]:
+    """Return path -> type and shape of every leaf, such as `float32[3, 5]`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{leaf.dtype}{list(leaf.shape)}"
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def first_difference(
+    one: dict[str, str], other: dict[str, str], part: str = ""
+) -> tuple[str, str, str] | None:
+    """Return the first path below `part` where two descriptions differ, and both."""
+    for path in [*other, *one]:
+        if part in ("", path.partition("/")[0]):
+            pair = one.get(path, "nothing"), other.get(path, "nothing")
+            if pair[0] != pair[1]:
+                return path, *pair
+    return None
+
+
 def require_whole(folder: epath.Path) -> None:
     """Raise ValueError unless every file of a step is as it was written."""
     if not (folder / FILES).exists():

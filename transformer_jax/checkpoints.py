@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 from etils import epath
 
 from transformer_jax import checkpoint_store
@@ -137,7 +136,7 @@ class Checkpoints:
                 f"step {step}: continue from step {latest}, or choose another --workdir"
             )
         record = {"metadata": metadata, "metrics": metrics or {}}
-        record["leaves"] = _leaves(state)
+        record["leaves"] = checkpoint_store.describe(state)
         self._saving = step
         self._scores.pop(step, None)
         with self._failures("save"):
@@ -164,6 +163,27 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """Return the step of the lowest metric, or None if no step has it."""
         return self._best(self.steps())
+
+    def best_steps(self, count: int) -> list[int]:
+        """Return the steps of the `count` lowest metrics, best first.
+
+        There are fewer if fewer have a metric.
+        """
+        scored = [step for step in self.steps() if math.isfinite(self._score(step))]
+        return sorted(scored, key=self._score)[:count]
+
+    def leaves(self, step: int) -> dict[str, str]:
+        """Return path -> type and shape of every array of a step.
+
+        Raises:
+            CheckpointError: the step is missing, or its record is damaged.
+        """
+        try:
+            return checkpoint_store.read_record(self._folder(step))["leaves"]
+        except Exception as error:  # However a damaged record may look.
+            raise CheckpointError(
+                f"{self._problem(step, error)}: the directory has {self.steps()}"
+            ) from error
 
     def restore(
         self, abstract_state: PyTree, *, step: int | None = None
@@ -235,7 +255,7 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:  # Orbax has no class of its own for damage.
-                problem = f"checkpoint {folder} cannot be read ({one_line(error)})"
+                problem = self._problem(step, error)
             if isinstance(asked, int):
                 raise CheckpointError(f"{problem}: the directory has {self.steps()}")
             self._unreadable.add(step)
@@ -249,6 +269,9 @@ class Checkpoints:
 
     def _folder(self, step: int) -> epath.Path:
         return self.directory / str(step)
+
+    def _problem(self, step: int, error: Exception) -> str:
+        return f"checkpoint {self._folder(step)} cannot be read ({one_line(error)})"
 
     def _score(self, step: int) -> float:
         """The metric of a complete step, infinite if it has none; remembered."""
@@ -284,29 +307,17 @@ class Checkpoints:
             ) from error
 
 
-def _leaves(state: PyTree) -> dict[str, str]:
-    """Path of every leaf -> its type and shape, such as `float32[3, 5]`."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            f"{leaf.dtype}{list(leaf.shape)}"
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
 def _require_same_leaves(
     saved: dict[str, str], wanted: PyTree, part: str, folder: epath.Path
 ) -> None:
     """Raise CheckpointError at the first leaf that differs; Orbax would cast it."""
-    now = _leaves(wanted)
-    saved = {k: v for k, v in saved.items() if part in ("", k.partition("/")[0])}
-    for path in [*now, *saved]:
-        old, new = saved.get(path, "nothing"), now.get(path, "nothing")
-        if old != new:
-            raise CheckpointError(
-                f"checkpoint {folder} holds {old} for {path}, but this model wants "
-                f"{new}: use the configuration and vocabulary that it was trained with"
-            )
+    now = checkpoint_store.describe(wanted)
+    if difference := checkpoint_store.first_difference(saved, now, part):
+        path, old, new = difference
+        raise CheckpointError(
+            f"checkpoint {folder} holds {old} for {path}, but this model wants "
+            f"{new}: use the configuration and vocabulary that it was trained with"
+        )
 
 
 def _metric(metrics: dict[str, float], name: str) -> float:

@@ -162,7 +162,7 @@ class TrainConfig(_Checked):
     objective: str = "autoregressive"
     steps: int = _field(1000, low=1)
     seed: int = _field(0, low=0, high=2**32 - 1)
-    optimizer: str = _field("adamw", choices=("adamw", "sgd"))
+    optimizer: str = _field("adamw", choices=("adamw", "adafactor", "sgd"))
     learning_rate: float = _field(1e-3, low=0.0)
     schedule: str = _field("rsqrt", choices=("rsqrt", "cosine", "constant"))
     warmup: int = _field(100, low=0)
@@ -194,6 +194,8 @@ class TrainConfig(_Checked):
     keep_latest: int = _field(2, low=1)
     # Keep every k-th step for good; 0 means none.
     keep_every: int = _field(0, low=0)
+    # Write event files for TensorBoard beside metrics.jsonl.
+    tensorboard: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,24 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from etils import epath
 
 from transformer_jax.run_directory import write_text
+
+
+class Writer(Protocol):
+    """Takes what a run reports; made anew at every start, after `resumed_step` steps.
+
+    `metrics.jsonl` is always written; `tensorboard.EventFiles` is another one.
+    """
+
+    def write(self, step: int, **values: float) -> None:
+        """Write what is known after `step` steps."""
+
+    def close(self) -> None:
+        """Write no more."""
 
 
 class MetricsFile:
@@ -43,6 +56,9 @@ class MetricsFile:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
+    def close(self) -> None:
+        """Nothing is left to do: every line is in the file once it is written."""
+
 
 class Progress:
     """A line on standard error: bar, loss, speed, time left.
@@ -52,14 +68,14 @@ class Progress:
 
     WIDTH = 20
 
-    def __init__(self, total: int, start: int) -> None:
-        self._total, self._start = total, start
+    def __init__(self, total: int) -> None:
+        self._total, self._start = total, 0
         self._drawn = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock, once what comes before the first step is done."""
         self._began = time.perf_counter()
+
+    def begin(self, start: int) -> None:
+        """Start the clock at step `start`, once what comes before it is done."""
+        self._start, self._began = start, time.perf_counter()
 
     def show(self, step: int, text: str) -> None:
         """Draw the state after `step` steps."""

@@ -12,6 +12,7 @@ from etils import epath
 
 from transformer_jax.config import ConfigError
 
+CONFIG_FILE = "config.json"
 ABSENT = "absent"
 
 
@@ -47,8 +48,12 @@ def write_text(path: Any, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def require_writable(workdir: Any) -> None:
+def require_writable(workdir: Any, *, flag: str = "--workdir") -> None:
     """Create the working directory and prove by writing that it can be written.
+
+    Args:
+        workdir: folder or `gs://` path.
+        flag: what named it, for the message.
 
     Raises:
         ConfigError: it is no directory, cannot be created or cannot be written.
@@ -62,7 +67,7 @@ def require_writable(workdir: Any) -> None:
     except Exception as error:  # Object stores have error classes of their own.
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(
-            f"--workdir {path} cannot be written ({reason}): choose another one, or "
+            f"{flag} {path} cannot be written ({reason}): choose another one, or "
             "mend its permissions or its disk"
         ) from error
 

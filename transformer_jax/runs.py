@@ -2,24 +2,18 @@
 
 import contextlib
 import dataclasses
-import json
-import platform
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import flax
-import jax
 from etils import epath
 
-import transformer_jax
 from transformer_jax import objectives
 from transformer_jax.checkpoints import Checkpoints, Restored
 from transformer_jax.config import (
     Config,
     ConfigError,
     ModelConfig,
-    from_config_dict,
     to_dict,
 )
 from transformer_jax.data import (
@@ -28,22 +22,26 @@ from transformer_jax.data import (
     Source,
     TokenCache,
     Tokenizer,
-    Vocabulary,
-    build_vocabulary,
     data_directory,
-    make_tokenizer,
     open_cache,
 )
 from transformer_jax.models import Seq2Seq, build_model
+from transformer_jax.origins import Origin, find_origin
 from transformer_jax.run_directory import (
+    CONFIG_FILE,
     config_changes,
     refuse_changes,
     require_writable,
-    write_json,
 )
-
-CONFIG_FILE = "config.json"
-SIDES = ("source", "target")
+from transformer_jax.saved_config import read_config, read_record, write_config
+from transformer_jax.tensorboard import require_tensorboard
+from transformer_jax.vocabularies import (
+    SIDES,
+    build_tokenizers,
+    load_tokenizers,
+    save_tokenizers,
+    vocabulary_hash,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +53,14 @@ class Run:
         config: resolved: `config.model` has the vocabularies' sizes.
         source_tokenizer: reads sources.
         target_tokenizer: reads references, writes outputs.
+        origin: the checkpoint that its first parameters are those of, if any.
     """
 
     workdir: epath.Path
     config: Config
     source_tokenizer: Tokenizer
     target_tokenizer: Tokenizer
+    origin: Origin | None = None
 
     @property
     def source(self) -> Source:
@@ -74,8 +74,7 @@ class Run:
     @property
     def vocabulary_hash(self) -> str:
         """Both vocabularies' hashes."""
-        tokenizers = (self.source_tokenizer, self.target_tokenizer)
-        return "-".join(each.vocabulary.hash() for each in tokenizers)
+        return vocabulary_hash((self.source_tokenizer, self.target_tokenizer))
 
     def model(self) -> Seq2Seq:
         """Return the model, without parameters."""
@@ -119,10 +118,8 @@ class Run:
 
     def record(self) -> None:
         """Write the configuration down, once nothing of it can be refused any more."""
-        write_json(
-            self.workdir / CONFIG_FILE,
-            {"config": to_dict(self.config), "versions": versions()},
-        )
+        begun = {"init_from": self.origin._asdict()} if self.origin else {}
+        write_config(self.workdir, self.config, **begun)
 
     def require_vocabulary_of(self, restored: Restored) -> None:
         """Refuse a checkpoint that was trained with other vocabularies.
@@ -153,11 +150,22 @@ def find_source(config: Config) -> Source:
 
 
 def create_run(
-    config: Config, workdir: str, *, allowed_changes: Collection[str] = ()
+    config: Config,
+    workdir: str,
+    *,
+    allowed_changes: Collection[str] = (),
+    init_from: str = "",
 ) -> Run:
     """Make a working directory for a configuration, or go on in the one there.
 
     Everything that can be refused is refused before data is read.
+
+    Args:
+        config: its vocabulary sizes may be 0.
+        workdir: folder or `gs://` path.
+        allowed_changes: settings that may differ from the run in the directory.
+        init_from: `WORKDIR[@STEP]` of another run, whose vocabularies and parameters a
+            new run begins with; a run that has a checkpoint goes on from that.
 
     Raises:
         ConfigError: the configuration cannot work, differs from the run in the working
@@ -165,24 +173,69 @@ def create_run(
     """
     objectives.validate(config)
     find_source(config)
+    require_ema(config, config)
     path = epath.Path(workdir).expanduser()
+    if config.train.tensorboard:
+        require_tensorboard(path)
     require_writable(path)
+    origin = None
     if (path / CONFIG_FILE).exists():
-        saved = to_dict(read_config(path))
-        saved["model"] |= {f"{side}_vocab": 0 for side in SIDES}
-        now = to_dict(config)
-        now["model"] |= {f"{side}_vocab": 0 for side in SIDES}
-        refuse_changes(saved, now, allowed_changes)
-        tokenizers = _load_tokenizers(path)
+        _require_same_settings(path, config, allowed_changes)
+        tokenizers = load_tokenizers(path)
+        origin = _origin_of(path, init_from, vocabulary_hash(tokenizers))
+    elif init_from:
+        origin = find_origin(init_from)
+        tokenizers = load_tokenizers(epath.Path(origin.workdir))
+        save_tokenizers(tokenizers, path)
     else:
-        tokenizers = _build_tokenizers(config, path)
+        tokenizers = _new_tokenizers(config, path)
     sizes = {
         f"{side}_vocab": tokenizer.vocabulary.size
         for side, tokenizer in zip(SIDES, tokenizers, strict=True)
     }
     config = dataclasses.replace(config, model=_fitted(config.model, sizes))
     build_model(config.model)
-    return Run(path, config, *tokenizers)
+    return Run(path, config, *tokenizers, origin)
+
+
+def _require_same_settings(
+    path: epath.Path, config: Config, allowed: Collection[str]
+) -> None:
+    """Refuse to go on in a run of other settings, or in an average of checkpoints."""
+    if "average" in read_record(path):
+        raise ConfigError(
+            f"--workdir {path} holds an average of checkpoints, which no optimiser can "
+            f"go on from: begin a new run with --init_from={path}, or go on in the run "
+            "that was averaged"
+        )
+    saved, now = to_dict(read_config(path)), to_dict(config)
+    for settings in (saved, now):
+        settings["model"] |= {f"{side}_vocab": 0 for side in SIDES}
+    refuse_changes(saved, now, allowed)
+
+
+def _origin_of(path: epath.Path, init_from: str, vocabularies: str) -> Origin | None:
+    """Return what a run that exists began with, or begins with if it has not begun.
+
+    Args:
+        path: its working directory.
+        init_from: what the flag says.
+        vocabularies: hash of those in the directory.
+    """
+    saved = read_record(path).get("init_from")
+    begun = bool(Checkpoints(path / "checkpoints", read_only=True).steps())
+    if init_from and begun:
+        text = f"going on with the run in {path}: --init_from is ignored"
+        print(text, file=sys.stderr, flush=True)
+    if begun or not init_from:
+        return Origin(**saved) if saved else None
+    origin = find_origin(init_from)
+    if vocabulary_hash(load_tokenizers(epath.Path(origin.workdir))) != vocabularies:
+        raise ConfigError(
+            f"--init_from {origin} has other vocabularies than the run in {path}: "
+            "choose another --workdir"
+        )
+    return origin
 
 
 def open_run(workdir: str, config: Config | None = None) -> Run:
@@ -201,7 +254,8 @@ def open_run(workdir: str, config: Config | None = None) -> Run:
     objectives.validate(config)
     find_source(config)
     _require_same_model(saved, config)
-    tokenizers = _load_tokenizers(path)
+    require_ema(config, saved)
+    tokenizers = load_tokenizers(path)
     for side, tokenizer in zip(SIDES, tokenizers, strict=True):
         wanted = getattr(config.model, f"{side}_vocab")
         found = tokenizer.vocabulary.size
@@ -226,34 +280,17 @@ def _require_same_model(saved: Config, now: Config) -> None:
         )
 
 
-def read_config(workdir: Any) -> Config:
-    """Read the configuration in a working directory.
+def require_ema(config: Config, trained: Config) -> None:
+    """Refuse to decode with an average that training does not keep.
 
     Raises:
-        ConfigError: it is missing or damaged.
+        ConfigError: `decode.use_ema` is set, but `train.ema_decay` is 0.
     """
-    path = epath.Path(workdir).expanduser() / CONFIG_FILE
-    try:
-        return from_config_dict(json.loads(path.read_text())["config"])
-    except ConfigError:
-        raise
-    except FileNotFoundError:
+    if config.decode.use_ema and not trained.train.ema_decay:
         raise ConfigError(
-            f"--workdir {workdir} holds no run ({CONFIG_FILE} is missing): train one "
-            "there first, or name another directory"
-        ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it") from error
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on."""
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "transformer_jax": transformer_jax.__version__,
-    }
+            "decode.use_ema needs a run trained with train.ema_decay, such as 0.999, "
+            "but it is 0: leave decode.use_ema out"
+        )
 
 
 def _fitted(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
@@ -278,38 +315,11 @@ def _usable(directory: Any) -> Iterator[None]:
         ) from error
 
 
-def _vocabulary_file(workdir: epath.Path, side: str) -> epath.Path:
-    return workdir / "vocabulary" / f"{side}.json"
-
-
-def _load_tokenizers(workdir: epath.Path) -> list[Tokenizer]:
-    tokenizers = []
-    for side in SIDES:
-        path = _vocabulary_file(workdir, side)
-        try:
-            tokenizers.append(make_tokenizer(Vocabulary.load(path)))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the vocabulary {path} cannot be read ({error}): restore it"
-            ) from error
-    return tokenizers
-
-
-def _build_tokenizers(config: Config, workdir: epath.Path) -> list[Tokenizer]:
-    """Collect the symbols of the training split and save them."""
+def _new_tokenizers(config: Config, workdir: epath.Path) -> list[Tokenizer]:
+    """Build the vocabularies from the training split."""
     source = find_source(config)
     directory = data_directory(config.data.directory)
     print(f"reading {config.data.source} in {directory}", file=sys.stderr, flush=True)
     with _usable(directory):
         examples = source.examples(str(directory), "train")
-    vocabularies = (
-        build_vocabulary(source.source_tokenizer, (each.source for each in examples)),
-        build_vocabulary(
-            source.target_tokenizer,
-            (text for each in examples for text in each.references),
-        ),
-    )
-    (workdir / "vocabulary").mkdir(parents=True, exist_ok=True)
-    for side, vocabulary in zip(SIDES, vocabularies, strict=True):
-        vocabulary.save(_vocabulary_file(workdir, side))
-    return [make_tokenizer(vocabulary) for vocabulary in vocabularies]
+    return build_tokenizers(source, examples, workdir)

@@ -4,25 +4,32 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.config import ConfigError, to_dict
 from transformer_jax.corruption import corruption_at
-from transformer_jax.data import BatchPlan, Prefetcher, Step, TokenCache, device_batch
+from transformer_jax.data import (
+    BatchPlan,
+    Bucket,
+    Prefetcher,
+    Step,
+    TokenCache,
+    device_batch,
+)
 from transformer_jax.objectives import OBJECTIVES
-from transformer_jax.optimizers import make_optimizer, make_schedule
-from transformer_jax.progress import MetricsFile, Progress
+from transformer_jax.optimizers import make_optimizer
+from transformer_jax.progress import Progress
+from transformer_jax.reports import AGAINST_DIVERGENCE, NonFiniteLossError, Reports
 from transformer_jax.run_directory import exclusive
 from transformer_jax.runs import Run
 from transformer_jax.sharding import batch_sharding, make_mesh
 from transformer_jax.training import (
-    StepMetrics,
     TrainState,
     abstract_state,
     compile_losses,
@@ -31,14 +38,6 @@ from transformer_jax.training import (
     make_train_step,
 )
 from transformer_jax.types import Batch, PyTree
-
-AGAINST_DIVERGENCE = (
-    "go on from the checkpoint before with a lower train.learning_rate or train.clip"
-)
-
-
-class NonFiniteLossError(RuntimeError):
-    """A loss or the parameters are infinite or no number; the message says where."""
 
 
 class PreemptedError(Exception):
@@ -76,16 +75,16 @@ class Trainer:
         self._config = run.config.train
         self._mesh = make_mesh(run.config.parallel)
         self._optimizer = make_optimizer(self._config)
-        self._schedule = make_schedule(self._config)
         self._model = run.model()
         self._objective = OBJECTIVES[self._config.objective]
         self._caches = {split: run.cache(split) for split in ("train", "validation")}
         self._plan = self._make_plan("train", shuffle=True)
         self._validation = self._make_plan("validation", shuffle=False)
         self._norm = jax.jit(optax.tree.norm)
-        self._pending: list[tuple[int, Step, StepMetrics]] = []
-        self._reported: list[tuple[float, float, float]] = []
-        self._last_loss = math.nan
+        self._progress = Progress(self._config.steps)
+        self._reports = Reports(run, self._caches["train"], self._progress)
+        self._steps: dict[Bucket, Callable] = {}
+        self._losses: dict[Bucket, Callable] = {}
 
     def train(self) -> dict[str, Any]:
         """Run the loop; return what the command prints.
@@ -97,30 +96,24 @@ class Trainer:
         """
         with (
             exclusive(self._run.workdir),
-            self._run.checkpoints(read_only=False) as self._checkpoints,
+            self._run.checkpoints(read_only=False) as checkpoints,
         ):
-            state, start = self._first_state()
+            state, start = self._first_state(checkpoints)
             self._run.record()
-            self._metrics = MetricsFile(
-                self._run.workdir / "metrics.jsonl", resumed_step=start
-            )
-            self._progress = Progress(self._config.steps, start)
-            if start < self._config.steps:
-                self._stop_before(start)
-                self._compile(state)
-                self._stop_before(start)
-                self._progress.begin()
-                try:
-                    state = self._loop(state, start)
-                finally:
-                    self._progress.end()
-            else:
-                self._progress.say(f"nothing left to do: step {start} is reached")
-            self._checkpoints.wait()
+            with self._reports.opened(start):
+                if start < self._config.steps:
+                    self._stop_before(start)
+                    self._compile(state)
+                    self._stop_before(start)
+                    state = self._loop(state, start, checkpoints)
+                else:
+                    self._progress.say(f"nothing left to do: step {start} is reached")
+            checkpoints.wait()
+            loss = self._reports.last_loss
             return {
                 "step": int(state.step),
-                "loss": None if math.isnan(self._last_loss) else self._last_loss,
-                "best_step": self._checkpoints.best_step(),
+                "loss": None if math.isnan(loss) else loss,
+                "best_step": checkpoints.best_step(),
             }
 
     def _make_plan(self, split: str, *, shuffle: bool) -> BatchPlan:
@@ -139,26 +132,36 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(f"cannot batch the {split} split: {error}") from error
 
-    def _first_state(self) -> tuple[TrainState, int]:
+    def _first_state(self, checkpoints: Checkpoints) -> tuple[TrainState, int]:
         abstract = abstract_state(
             self._model,
             self._optimizer,
             self._mesh,
             ema=self._config.ema_decay > 0,
         )
-        restored = self._checkpoints.restore(abstract)
+        restored = checkpoints.restore(abstract)
         if restored is None:
-            seed = self._config.seed
-            return init_state(self._model, self._optimizer, abstract, seed), 0
+            return self._new_state(abstract), 0
         self._run.require_vocabulary_of(restored)
         if restored.metadata["data"] != self._caches["train"].fingerprint:
             raise ConfigError(
                 f"the training data is not that of step {restored.step}: bring it "
                 "back, or choose another --workdir"
             )
-        self._last_loss = restored.metadata["loss"]
+        self._reports.last_loss = restored.metadata["loss"]
         print(f"resuming at step {restored.step}", file=sys.stderr, flush=True)
         return restored.state, restored.step
+
+    def _new_state(self, abstract: TrainState) -> TrainState:
+        """Draw the parameters, or take those of another run."""
+        params = None
+        if origin := self._run.origin:
+            restored = origin.restore(abstract.params)
+            self._run.require_vocabulary_of(restored)
+            params = restored.state
+            print(f"beginning with the parameters of {origin}", file=sys.stderr)
+        seed = self._config.seed
+        return init_state(self._model, self._optimizer, abstract, seed, params)
 
     def _stop_before(self, start: int) -> None:
         """Nothing is lost while no step is made."""
@@ -215,83 +218,34 @@ class Trainer:
             label_smoothing=0.0,
         )
 
-    def _loop(self, state: TrainState, start: int) -> TrainState:
+    def _loop(
+        self, state: TrainState, start: int, checkpoints: Checkpoints
+    ) -> TrainState:
         stop = self._config.steps
         with self._prefetch("train", self._plan, start, stop) as batches:
-            self._since = (start, time.perf_counter(), 0.0)
+            self._reports.begin(start)
             for number, (planned, batch) in enumerate(batches, start):
                 state, metrics = self._steps[planned.bucket](state, batch)
-                self._pending.append((number, planned, metrics))
-                # One step late: waiting for this step's numbers would idle the device.
-                self._settle(keep=1)
-                self._after_step(number + 1, state, batches)
+                self._reports.add(number, planned, metrics)
+                self._after_step(number + 1, state, batches.wait_seconds, checkpoints)
         return state
 
-    def _after_step(self, step: int, state: TrainState, batches: Prefetcher) -> None:
+    def _after_step(
+        self, step: int, state: TrainState, waited: float, checkpoints: Checkpoints
+    ) -> None:
         config, last = self._config, step == self._config.steps
         if last or step % config.log_every == 0:
-            self._settle(keep=0)
-            self._log(step, batches.wait_seconds)
+            self._reports.log(step, waited)
         evaluates = last or step % config.evaluate_every == 0
         losses = self._evaluate(step, state.params) if evaluates else None
-        if self._stop.received is None:
-            if evaluates or step % config.save_every == 0:
-                self._save(step, state, losses)
-            return
-        self._save(step, state, losses)
-        self._checkpoints.wait()
-        raise PreemptedError(
-            f"stopped by {self._stop.received}, saved at step {step}: start again to "
-            "go on"
-        )
-
-    def _settle(self, *, keep: int) -> None:
-        """Read the numbers of finished steps; a bad one ends the run."""
-        while len(self._pending) > keep:
-            number, planned, metrics = self._pending.pop(0)
-            values = [float(value) for value in metrics]
-            if not all(math.isfinite(value) for value in values):
-                raise NonFiniteLossError(self._diagnosis(number, planned, values))
-            self._reported.append(tuple(values))
-
-    def _diagnosis(self, number: int, planned: Step, values: Sequence[float]) -> str:
-        cache = self._caches["train"]
-        pairs = planned.items[planned.items >= 0][:3]
-        sources = [
-            self._run.source_tokenizer.decode(cache.source(cache.example_of(pair)))
-            for pair in pairs
-        ]
-        return (
-            f"at step {number + 1} the loss is {values[0]:g} and the gradient's norm "
-            f"{values[2]:g}, in a batch of {planned.bucket.rows} rows of length "
-            f"{planned.bucket.source_length} that begins with {', '.join(sources)}: "
-            f"{AGAINST_DIVERGENCE}"
-        )
-
-    def _log(self, step: int, waited: float) -> None:
-        losses, tokens, norms = (np.array(v) for v in zip(*self._reported, strict=True))
-        self._reported.clear()
-        since, began, waited_before = self._since
-        now = time.perf_counter()
-        seconds = now - began
-        self._last_loss = float(losses.sum() / tokens.sum())
-        speed = tokens.sum() / seconds
-        wait_share = (waited - waited_before) / seconds
-        self._since = (step, now, waited)
-        self._metrics.write(
-            step,
-            loss=self._last_loss,
-            learning_rate=float(self._schedule(jnp.asarray(step - 1))),
-            gradient_norm=float(norms.mean()),
-            tokens_per_second=speed,
-            seconds_per_step=seconds / (step - since),
-            data_wait_share=wait_share,
-        )
-        self._progress.show(
-            step,
-            f"loss {self._last_loss:.3f}  {speed:,.0f} tokens/s  "
-            f"data wait {wait_share:.0%}",
-        )
+        stopped = self._stop.received
+        if stopped or evaluates or step % config.save_every == 0:
+            self._save(step, state, losses, checkpoints)
+        if stopped:
+            checkpoints.wait()
+            raise PreemptedError(
+                f"stopped by {stopped}, saved at step {step}: start again to go on"
+            )
 
     def _evaluate(self, step: int, params: PyTree) -> dict[str, float] | None:
         """Return the mean loss of the validation split, each pair counted once.
@@ -301,7 +255,7 @@ class Trainer:
         Raises:
             NonFiniteLossError: it is infinite or no number.
         """
-        self._settle(keep=0)
+        self._reports.settle()
         began = time.perf_counter()
         total = weight = 0.0
         stop = self._validation.steps_per_epoch
@@ -311,23 +265,17 @@ class Trainer:
                 total, weight = total + float(sums[0]), weight + float(sums[1])
                 if self._stop.received:
                     return None
-        loss = total / weight
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"after step {step} the validation loss is {loss:g}: "
-                f"{AGAINST_DIVERGENCE}"
-            )
-        self._metrics.write(step, validation_loss=loss, tokens=weight)
-        self._progress.say(f"step {step}: validation loss {loss:.4f}")
-        since, start, waited = self._since
-        # Evaluation is no training time.
-        self._since = (since, start + time.perf_counter() - began, waited)
-        return {"loss": loss}
+        self._reports.validated(step, total / weight, weight, began)
+        return {"loss": total / weight}
 
     def _save(
-        self, step: int, state: TrainState, metrics: dict[str, float] | None
+        self,
+        step: int,
+        state: TrainState,
+        metrics: dict[str, float] | None,
+        checkpoints: Checkpoints,
     ) -> None:
-        self._settle(keep=0)
+        self._reports.settle()
         # The last update has not been through a loss yet.
         if not math.isfinite(norm := float(self._norm(state.params))):
             raise NonFiniteLossError(
@@ -340,9 +288,9 @@ class Trainer:
             "data": self._caches["train"].fingerprint,
             # The next batch: the plan is a pure function of this number.
             "data_position": step,
-            "loss": self._last_loss,
+            "loss": self._reports.last_loss,
         }
-        self._checkpoints.save(step, state, metadata, metrics=metrics)
+        checkpoints.save(step, state, metadata, metrics=metrics)
 
     def _prefetch(
         self, split: str, plan: BatchPlan, start: int, stop: int

@@ -58,13 +58,17 @@ def abstract_state(
     *,
     ema: bool = False,
 ) -> TrainState:
-    """Return shapes, types and shardings of a training state, with or without EMA."""
+    """Return shapes, types and shardings of a training state, with or without EMA.
+
+    What the optimiser keeps for a parameter lies as the parameter does if it has the
+    same shape; smaller things, such as Adafactor's sums, are on every device.
+    """
     params = abstract_params(model, mesh)
     whole = replicated(mesh)
     opt_state = jax.eval_shape(optimizer.init, params)
     shardings = optax.tree.map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda leaf, param: param.sharding if leaf.shape == param.shape else whole,
         opt_state,
         params,
         transform_non_params=lambda _: whole,
@@ -83,18 +87,28 @@ def init_state(
     optimizer: optax.GradientTransformation,
     abstract: TrainState,
     seed: int,
+    params: PyTree | None = None,
 ) -> TrainState:
-    """Return the state before the first step, each array made where it belongs."""
+    """Return the state before the first step, each array made where it belongs.
 
-    def init() -> TrainState:
+    Args:
+        model: from `build_model`.
+        optimizer: makes its state for the parameters.
+        abstract: from `abstract_state`.
+        seed: of the run's key, and of the first parameters.
+        params: the first parameters; None means drawn.
+    """
+
+    def init(params: PyTree | None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
-        params = nn.unbox(_init_boxed(model, init_key))
+        if params is None:
+            params = nn.unbox(_init_boxed(model, init_key))
         step = jnp.zeros((), jnp.int32)
         ema = None if abstract.ema is None else jax.tree.map(jnp.copy, params)
         return TrainState(step, params, optimizer.init(params), run_key, ema)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings)()
+    return jax.jit(init, out_shardings=shardings)(params)
 
 
 def make_train_step(

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from command_line import TRAINED, train
+from command_line import TRAINED, quick, train
 from toy import prepared
 
 
@@ -25,4 +25,14 @@ def trained(data, tmp_path_factory):
 def copied(trained, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(trained[0], workdir)
+    return workdir
+
+
+@pytest.fixture(scope="package")
+def with_ema(data, tmp_path_factory):
+    """A run that keeps a moving average of its parameters; to be read only."""
+    workdir = tmp_path_factory.mktemp("ema") / "run"
+    changes = {**TRAINED, "train.steps": 40, "train.ema_decay": 0.95}
+    called = quick(data, workdir, **changes)
+    assert called.code == 0, called.err
     return workdir

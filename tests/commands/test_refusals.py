@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from command_line import (
 )
 from toy import BACKWARDS, call, examples
 
+from transformer_jax.commands import COMMANDS
 from transformer_jax.data import SOURCES
 from transformer_jax.inference import TrainedModel
 from transformer_jax.run_directory import exclusive
@@ -25,7 +27,7 @@ from transformer_jax.run_directory import exclusive
 def test_usage_is_shown():
     assert call("--help").out.startswith("usage: transformer-jax COMMAND")
     assert call().code == 2
-    for command in ("train", "evaluate", "decode", "check"):
+    for command in COMMANDS:
         called = call(command, "--help")
         assert called.code == 0
         assert called.out.startswith(f"transformer-jax {command}: ")
@@ -174,6 +176,13 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
     called = train(data, copied, **TRAINED)
     assert json.loads(called.out)["step"] == 120
     assert "resuming at step 60" in called.err
+
+
+def test_missing_tensorboard_is_refused_before_work(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    called = quick(data, tmp_path / "run", **{"train.tensorboard": "true"})
+    assert_refused(called, "train.tensorboard", "pip install tensorboardX")
+    assert not (tmp_path / "run").exists()
 
 
 def test_working_directory_below_a_file_is_refused(data, tmp_path):

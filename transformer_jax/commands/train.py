@@ -2,8 +2,10 @@
 
   transformer-jax train --config=configs/cmudict.py --workdir=runs/cmudict
       [--config.train.steps=2000 ...] [--allow_config_change=train.steps,...]
+      [--init_from=WORKDIR|WORKDIR@latest|WORKDIR@STEP]
 
-Every setting of transformer_jax/config.py is such a flag.
+Every setting of transformer_jax/config.py is such a flag. --init_from begins a new run
+with the vocabularies and the parameters of another one, by default of its best step.
 
 Prints one JSON line: step, loss, best_step. Exit code 75 says that it was told to stop
 and has saved: start it again and it goes on where it was.
@@ -25,13 +27,19 @@ from transformer_jax.trainer import StopSignal, Trainer
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Define --config, --workdir and --allow_config_change."""
+    """Define --config, --workdir, --allow_config_change and --init_from."""
     define_workdir(values)
     define_config_file(values, argv)
     flags.DEFINE_list(
         "allow_config_change",
         [],
         "Settings, or sections, that may differ from the run in --workdir.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "init_from",
+        "",
+        "WORKDIR, WORKDIR@latest or WORKDIR@STEP of a run that a new run begins with.",
         flag_values=values,
     )
 
@@ -45,5 +53,6 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
             read_settings(values),
             values.workdir,
             allowed_changes=values.allow_config_change,
+            init_from=values.init_from,
         )
         return Trainer(prepared, stop).train()
