@@ -115,6 +115,16 @@ def test_keeps_latest_best_and_multiples_over_restarts(tmp_path):
         assert checkpoints.restore(WANTED).step == 14
 
 
+def test_keeps_as_many_of_the_best_as_are_asked_for(tmp_path):
+    losses = [3.0, 1.0, 4.0, 2.0, 9.0, 8.0, 7.0]
+    with Checkpoints(tmp_path, keep_latest=1, keep_best=3) as checkpoints:
+        for step, loss in enumerate(losses, start=1):
+            checkpoints.save(step, make_state(step), AWAY, metrics={"loss": loss})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2, 4, 7]
+        assert checkpoints.best_steps(3) == [2, 4, 1]
+
+
 def test_best_moves_on_within_a_run(tmp_path):
     with Checkpoints(tmp_path, keep_latest=1) as checkpoints:
         for step, loss in enumerate([3.0, 2.0, 4.0, 1.0, 5.0], start=1):

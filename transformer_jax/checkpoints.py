@@ -32,7 +32,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """A directory of checkpoints, written by one run at a time.
 
-    Kept are the latest `keep_latest`, the best by `best_metric` and every step that
+    Kept are the latest `keep_latest`, the best `keep_best` and every step that
     `keep_every` divides; nothing is deleted before a newer one is complete. As a
     context manager it waits for the last save. Every process of a job calls every
     method, and all of them see the same directory.
@@ -40,6 +40,7 @@ class Checkpoints:
     Args:
         directory: local folder or `gs://` path; created unless `read_only`.
         keep_latest: at least 1.
+        keep_best: how many of the lowest `best_metric`, at least 1.
         keep_every: 0 keeps no step for being a multiple.
         best_metric: key of `metrics`; lower is better. Checkpoints saved without it
             are no candidates.
@@ -54,6 +55,7 @@ class Checkpoints:
         directory: Any,
         *,
         keep_latest: int = 2,
+        keep_best: int = 1,
         keep_every: int = 0,
         best_metric: str = "loss",
         read_only: bool = False,
@@ -61,7 +63,8 @@ class Checkpoints:
         checkpoint_store.silence_orbax()
         path = epath.Path(directory).expanduser()
         self.directory = epath.Path(os.path.abspath(path)) if is_local(path) else path
-        self._keep_latest, self._keep_every = keep_latest, keep_every
+        self._keep_latest, self._keep_best = keep_latest, keep_best
+        self._keep_every = keep_every
         self._best_metric = best_metric
         self._scores: dict[int, float] = {}
         # Steps that this run saved or goes on from: saving one again changes nothing.
@@ -162,15 +165,14 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Return the step of the lowest metric, or None if no step has it."""
-        return self._best(self.steps())
+        return next(iter(self.best_steps(1)), None)
 
     def best_steps(self, count: int) -> list[int]:
         """Return the steps of the `count` lowest metrics, best first.
 
         There are fewer if fewer have a metric.
         """
-        scored = [step for step in self.steps() if math.isfinite(self._score(step))]
-        return sorted(scored, key=self._score)[:count]
+        return self._best(self.steps(), count)
 
     def leaves(self, step: int) -> dict[str, str]:
         """Return path -> type and shape of every array of a step.
@@ -283,14 +285,15 @@ class Checkpoints:
                 return math.inf
         return self._scores[step]
 
-    def _best(self, steps: Sequence[int]) -> int | None:
-        best = min(steps, key=self._score, default=None)
-        return None if best is None or math.isinf(self._score(best)) else best
+    def _best(self, steps: Sequence[int], count: int) -> list[int]:
+        scored = [step for step in steps if math.isfinite(self._score(step))]
+        return sorted(scored, key=self._score)[:count]
 
-    def _kept(self, steps: Sequence[int]) -> set[int | None]:
+    def _kept(self, steps: Sequence[int]) -> set[int]:
         """The union of the latest, the best and the multiples."""
         multiples = {s for s in steps if self._keep_every and s % self._keep_every == 0}
-        return {*steps[-self._keep_latest :], *multiples, self._best(steps)}
+        best = self._best(steps, self._keep_best)
+        return {*steps[-self._keep_latest :], *multiples, *best}
 
     @contextlib.contextmanager
     def _failures(self, deed: str) -> Iterator[None]:

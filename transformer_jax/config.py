@@ -192,6 +192,8 @@ class TrainConfig(_Checked):
     evaluate_every: int = _field(500, low=1)
     save_every: int = _field(500, low=1)
     keep_latest: int = _field(2, low=1)
+    # Of the checkpoints with a validation loss.
+    keep_best: int = _field(1, low=1)
     # Keep every k-th step for good; 0 means none.
     keep_every: int = _field(0, low=0)
     # Write event files for TensorBoard beside metrics.jsonl.

@@ -112,6 +112,7 @@ class Run:
         return Checkpoints(
             self.workdir / "checkpoints",
             keep_latest=self.config.train.keep_latest,
+            keep_best=self.config.train.keep_best,
             keep_every=self.config.train.keep_every,
             read_only=read_only,
         )

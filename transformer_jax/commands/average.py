@@ -111,7 +111,7 @@ def _choose(values: flags.FlagValues, checkpoints: Checkpoints) -> list[int]:
         raise ConfigError(
             f"--{given[0]}={wanted} wants {wanted} checkpoints{what}, but "
             f"{checkpoints.directory} has {len(found)}: {sorted(found)}; a run keeps "
-            "more with train.keep_latest and train.keep_every"
+            "more with train.keep_latest, train.keep_best and train.keep_every"
         )
     return sorted(found)
 
