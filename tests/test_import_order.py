@@ -27,7 +27,7 @@ LEVELS = (
     ),
     (
         *("runs", "training", "trainer", "inference"),
-        *("commands", "benchmarks", "__main__"),
+        *("benchmarks", "commands", "__main__"),
     ),
 )
 RANK = {name: rank for rank, name in enumerate(sum(LEVELS, ()))}
