@@ -29,7 +29,7 @@ LEVELS = (
     (
         *("saved_config", "vocabularies", "origins", "runs", "training", "reports"),
         *("trainer", "generation", "inference"),
-        *("commands", "benchmarks", "__main__"),
+        *("benchmarks", "commands", "__main__"),
     ),
 )
 RANK = {name: rank for rank, name in enumerate(sum(LEVELS, ()))}

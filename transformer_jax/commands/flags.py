@@ -23,14 +23,15 @@ NO_WORKDIR = "--workdir is missing: name a folder or gs:// path"
 def parse(
     command: str,
     arguments: Sequence[str],
-    define: Callable[[flags.FlagValues, Sequence[str]], None],
+    define: Callable[[flags.FlagValues, list[str]], None],
 ) -> flags.FlagValues:
     """Return a command's own flag values.
 
     Args:
         command: its name, for `--help`.
         arguments: what stands behind it on the command line.
-        define: defines the command's flags; it sees the arguments as well.
+        define: defines the command's flags; it sees the arguments as well, behind the
+            command's name, and takes out those that are no flags.
 
     Raises:
         ConfigError: a flag is unknown, or its value cannot be read.

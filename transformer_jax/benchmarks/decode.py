@@ -1,0 +1,267 @@
+"""Decoding speed, beside `transformers` and CTranslate2 with the same weights.
+
+Every system decodes the same sources in turn (`timing.interleaved`). Lengths are fixed
+(END forbidden: all write `target_length` tokens) or natural: END comes where weights
+that are fitted for it say, at about three quarters of the source's length.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from transformer_jax.benchmarks import peers, timing
+from transformer_jax.benchmarks.lengths import fit_end
+from transformer_jax.benchmarks.marian import make_marian
+from transformer_jax.benchmarks.ours import JaxDecoder
+from transformer_jax.benchmarks.peers import Decoding
+from transformer_jax.benchmarks.report import machine, say, say_row
+from transformer_jax.benchmarks.shape import (
+    Shape,
+    count_parameters,
+    draw_params,
+    draw_sources,
+    parse_depth,
+    setting,
+)
+from transformer_jax.config import ModelConfig
+from transformer_jax.models import build_model
+
+LENGTHS = ("fixed", "natural")
+COLUMNS = (
+    *("lengths", "strategy", "batch", "depth", "system", "p50_ms", "p95_ms"),
+    *("tokens_per_second", "mean_length", "same_outputs", "ours_over_it"),
+)
+# A larger batch must raise the throughput by this factor to be worth a larger one yet.
+WORTH = 1.02
+# Natural lengths, as a share of the source's.
+SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Shape):
+    """What `bench decode` measures."""
+
+    SYSTEMS: ClassVar = ("jax", "transformers", "ctranslate2", "ctranslate2-int8")
+
+    depths: tuple[str, ...] = setting(("6-6", "12-1"), "Encoder-decoder layers.")
+    batches: tuple[int, ...] = setting((1, 8, 32), "Batch sizes.")
+    largest: tuple[int, ...] = setting(
+        (64, 128, 256), "Batches to try, rising, for the largest that pays (S_max)."
+    )
+    beam: int = setting(4, "Beam size, beside greedy.", low=2)
+    lengths: tuple[str, ...] = setting(
+        LENGTHS, "fixed, natural or both.", choices=LENGTHS
+    )
+    systems: tuple[str, ...] = setting(SYSTEMS, "Who is measured.", choices=SYSTEMS)
+    seconds: float = setting(1.0, "A turn repeats its call for this long.", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for depth in self.depths:
+            parse_depth(depth)
+
+
+class Case(NamedTuple):
+    """What is measured in one go, all systems and depths in turn."""
+
+    lengths: str
+    beam_size: int
+    batch: int | None  # None: each system's own largest batch that pays.
+
+    @property
+    def strategy(self) -> str:
+        """Its name in reports."""
+        return "greedy" if self.beam_size == 1 else f"beam_{self.beam_size}"
+
+
+Key = tuple[str, str]  # depth, system
+
+
+class Bench:
+    """All systems at all depths, and what they wrote."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ours: dict[str, JaxDecoder] = {}
+        self._systems: dict[Key, Any] = {}
+        self.parameters: dict[str, int] = {}
+        self.missing = list(filter(None, map(peers.why_missing, settings.systems)))
+        for line in self.missing:
+            say(f"missing: {line}")
+        self._names = [s for s in settings.systems if peers.why_missing(s) is None]
+        for depth in settings.depths:
+            self._load(depth)
+
+    def _load(self, depth: str) -> None:
+        shape = self._settings
+        config = shape.model_config(*parse_depth(depth))
+        params = draw_params(config, shape.symbols(), shape.seed)
+        self.parameters[depth] = count_parameters(params)
+        ours = JaxDecoder(config, params, shape.symbols(), shape.target_length)
+        if "natural" in shape.lengths:
+            self._fit_lengths(ours, config)
+        self._ours[depth] = ours
+        model = None
+        for name in self._names:
+            if name != "jax" and model is None:
+                model = self._marian(config, ours)
+            self._systems[depth, name] = self._system(name, ours, model)
+
+    def _fit_lengths(self, ours: JaxDecoder, config: ModelConfig) -> None:
+        """Make outputs end, on sources that are not measured."""
+        shape = self._settings
+        sources = draw_sources(shape, max(shape.batches), shape.rounds, varied=True)
+        decoding = ours.prepare(sources, 1, natural=False)
+        ours.params, ours.end_bias = fit_end(
+            build_model(config),
+            ours.params,
+            shape.symbols(),
+            sources,
+            np.array(decoding.outputs(decoding.call())),
+            SHARE * sources.lengths * shape.target_length / shape.source_length,
+        )
+
+    def _marian(self, config: ModelConfig, ours: JaxDecoder) -> Any:
+        shape, symbols = self._settings, self._settings.symbols()
+        return make_marian(
+            config,
+            ours.params,
+            symbols,
+            max_length=max(shape.source_length, shape.target_length) + 1,
+            end_bias=ours.end_bias,
+            never=(symbols.pad_id, symbols.unk_id),
+        )
+
+    def _system(self, name: str, ours: JaxDecoder, model: Any) -> Any:
+        length = self._settings.target_length
+        if name == "jax":
+            return ours
+        if name == "transformers":
+            symbols = self._settings.symbols()
+            return peers.TransformersDecoder(model, symbols, length)
+        kind = "int8" if name.endswith("int8") else "float32"
+        return peers.CTranslate2Decoder(model, length, kind)
+
+    def prepare(self, key: Key, case: Case, batch: int, number: int) -> Decoding:
+        """Return the call of one system in one round."""
+        natural = case.lengths == "natural"
+        sources = draw_sources(self._settings, batch, number, varied=natural)
+        return self._systems[key].prepare(sources, case.beam_size, natural)
+
+    def cases(self) -> Iterator[Case]:
+        """Everything that is measured, in order."""
+        settings = self._settings
+        for lengths in settings.lengths:
+            for beam_size in (1, settings.beam):
+                for batch in (*settings.batches, None):
+                    yield Case(lengths, beam_size, batch)
+
+    def _written(self, output: list[int]) -> int:
+        """Tokens that were decoded for an output, END counted where it came."""
+        return min(len(output) + 1, self._settings.target_length)
+
+    def largest_batch(self, key: Key, case: Case) -> int:
+        """Climb while a larger batch raises the throughput and fits in memory."""
+        best, best_rate = self._settings.largest[0], 0.0
+        for batch in self._settings.largest:
+            try:
+                decoding = self.prepare(key, case, batch, 0)
+                decoding.call()
+                start = time.perf_counter()
+                outputs = decoding.outputs(decoding.call())
+            except (MemoryError, RuntimeError) as error:
+                say(f"batch {batch} of {' '.join(key)}: {type(error).__name__}")
+                break
+            seconds = time.perf_counter() - start
+            rate = sum(map(self._written, outputs)) / seconds
+            if rate < WORTH * best_rate:
+                break
+            best, best_rate = batch, rate
+        return best
+
+    def measure(self, case: Case) -> list[dict[str, Any]]:
+        """Measure one case; return one result a system and depth."""
+        batches = {
+            key: case.batch or self.largest_batch(key, case) for key in self._systems
+        }
+        outputs: dict[Key, list] = {key: [] for key in self._systems}
+
+        def job(key: Key, number: int) -> timing.Job:
+            decoding = self.prepare(key, case, batches[key], number)
+
+            def count(result: Any) -> int:
+                outputs[key].append(decoding.outputs(result))
+                return sum(map(self._written, outputs[key][-1]))
+
+            return timing.Job(decoding.call, count)
+
+        for key in self._systems:
+            job(key, 0).call()  # Compiles, and fills caches.
+        measured = timing.interleaved(
+            {key: functools.partial(job, key) for key in self._systems},
+            rounds=self._settings.rounds,
+            seconds=self._settings.seconds,
+            pause=self._settings.pause,
+        )
+        return [
+            self._result(key, case, batches[key], measured, outputs)
+            for key in self._systems
+        ]
+
+    def _result(
+        self, key: Key, case: Case, batch: int, measured: dict, outputs: dict
+    ) -> dict[str, Any]:
+        depth, name = key
+        lengths = [self._written(row) for rows in outputs[key] for row in rows]
+        result = {
+            "lengths": case.lengths,
+            "strategy": case.strategy,
+            "batch": batch,
+            "largest": case.batch is None,
+            "depth": depth,
+            "system": name,
+            "parameters": self.parameters[depth],
+            **measured[key].summary(),
+            "mean_length": round(float(np.mean(lengths)), 2),
+        }
+        ours = (depth, "jax")
+        if name != "jax" and ours in measured:
+            result["same_outputs"] = _same(outputs[key], outputs[ours])
+            result["ours_over_it"] = timing.ratio(measured[ours], measured[key])
+        return result
+
+    def compilations(self) -> dict[str, Any]:
+        """Return how often ours was compiled, and for how long in all."""
+        seconds = [s for ours in self._ours.values() for s in ours.compile_seconds]
+        return {"count": len(seconds), "seconds": round(sum(seconds), 2)}
+
+
+def _same(theirs: list, ours: list) -> float:
+    """Return the share of rows that both wrote which are equal."""
+    rounds = zip(theirs, ours, strict=True)
+    pairs = [pair for both in rounds for pair in zip(*both, strict=False)]
+    return round(float(np.mean([a == b for a, b in pairs])), 3)
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Measure everything; return all numbers."""
+    about = machine()
+    bench = Bench(settings)
+    results = []
+    say_row(COLUMNS)
+    for case in bench.cases():
+        for result in bench.measure(case):
+            say_row(COLUMNS, result)
+            results.append(result)
+    return {
+        "benchmark": "decode",
+        "machine": about,
+        "settings": dataclasses.asdict(settings),
+        "missing": bench.missing,
+        "compilations": bench.compilations(),
+        "results": results,
+    }

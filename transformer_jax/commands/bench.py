@@ -1,0 +1,69 @@
+"""transformer-jax bench: speed, beside other systems, measured in turn in one run.
+
+  transformer-jax bench decode [--batches=1,8,32] [--depths=6-6,12-1] [--beam=4]
+      [--systems=jax,transformers,ctranslate2,ctranslate2-int8] [--lengths=fixed]
+  transformer-jax bench train [--rows=32] [--systems=jax,torch,torch-compile]
+
+Both take --width, --heads, --feed_forward, --vocabulary, --source_length,
+--target_length, --rounds, --seconds and --seed. Weights are drawn by chance, the same
+in all systems. Others are measured if `pip install "transformer-jax[bench]"` has put
+them there; what is missing is said. A table goes to standard error, all numbers to the
+JSON line. The machine should be idle.
+"""
+
+import dataclasses
+from typing import Any
+
+from absl import flags
+
+from transformer_jax.benchmarks import BENCHMARKS
+from transformer_jax.config import ConfigError
+
+DEFINE = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+    tuple: flags.DEFINE_list,
+}
+
+
+def define_flags(values: flags.FlagValues, argv: list[str]) -> None:
+    """Take the benchmark's name out of the arguments and define its settings.
+
+    Raises:
+        ConfigError: no benchmark is named, or an unknown one.
+    """
+    name = argv.pop(1) if argv[1:] and not argv[1].startswith("-") else None
+    if name not in BENCHMARKS:
+        known = " or ".join(f"bench {each}" for each in BENCHMARKS)
+        raise ConfigError(f"{name or 'nothing'!r} is no benchmark: say {known}")
+    flags.DEFINE_string("benchmark", name, "", flag_values=values)
+    for item in dataclasses.fields(BENCHMARKS[name].Settings):
+        default, help_text = item.default, item.metadata["help"]
+        if isinstance(default, tuple):
+            default = [*map(str, default)]
+        DEFINE[type(item.default)](item.name, default, help_text, flag_values=values)
+
+
+def run(values: flags.FlagValues) -> dict[str, Any]:
+    """Run the benchmark; return all its numbers.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+    benchmark = BENCHMARKS[values.benchmark]
+    settings = {
+        item.name: _value(item, values[item.name].value)
+        for item in dataclasses.fields(benchmark.Settings)
+    }
+    return benchmark.run(benchmark.Settings(**settings))
+
+
+def _value(item: dataclasses.Field, value: Any) -> Any:
+    """Read a list's entries as its default has them."""
+    if not isinstance(item.default, tuple):
+        return value
+    try:
+        return tuple(type(item.default[0])(entry) for entry in value)
+    except ValueError:
+        raise ConfigError(f"--{item.name} takes numbers, not {value}") from None
