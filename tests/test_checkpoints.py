@@ -125,6 +125,16 @@ def test_keeps_as_many_of_the_best_as_are_asked_for(tmp_path):
         assert checkpoints.best_steps(3) == [2, 4, 1]
 
 
+def test_of_equally_good_steps_the_first_is_the_best_everywhere(tmp_path):
+    with Checkpoints(tmp_path, keep_latest=9) as checkpoints:
+        for step, loss in enumerate([2.0, 1.0, 1.0, 3.0], start=1):
+            checkpoints.save(step, make_state(step), AWAY, metrics={"loss": loss})
+        checkpoints.wait()
+        assert checkpoints.best_step() == 2
+        assert checkpoints.best_steps(2) == [2, 3]
+        assert checkpoints.restore_params(WANTED["params"], step="best").step == 2
+
+
 def test_best_moves_on_within_a_run(tmp_path):
     with Checkpoints(tmp_path, keep_latest=1) as checkpoints:
         for step, loss in enumerate([3.0, 2.0, 4.0, 1.0, 5.0], start=1):

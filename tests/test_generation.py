@@ -3,7 +3,6 @@
 What decoding promises of texts is tested through the commands.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from tiny import TINY
 
+from transformer_jax import generation
 from transformer_jax.config import DecodeConfig, ParallelConfig
 from transformer_jax.decoding import STRATEGIES, Status
 from transformer_jax.generation import Generator, make_step_fn
@@ -49,7 +49,7 @@ def params():
     return params
 
 
-def generator(params, strategy, *, devices=1, nbest=1, **settings):
+def generator(params, strategy, *, devices=1, nbest=1, forbidden=(), **settings):
     config = DecodeConfig(
         strategy=strategy,
         max_length=PLACES,
@@ -57,7 +57,9 @@ def generator(params, strategy, *, devices=1, nbest=1, **settings):
     )
     mesh = make_mesh(ParallelConfig(data=devices))
     params = jax.device_put(params, replicated(mesh))
-    return Generator(MODEL, params, config, Vocabulary, mesh, nbest=nbest)
+    return Generator(
+        MODEL, params, config, Vocabulary, mesh, nbest=nbest, forbidden=forbidden
+    )
 
 
 def test_steps_give_the_logits_of_the_model_without_symbols_that_are_no_output(params):
@@ -94,8 +96,7 @@ class TestEveryStrategy:
 
     def test_constraints_reach_the_search(self, strategy, params):
         source, lengths = batch_of(8)
-        made = generator(params, strategy, min_length=5)
-        made._forbidden = [7, 9]
+        made = generator(params, strategy, min_length=5, forbidden=[7, 9])
         found = made(source, lengths, np.arange(8, dtype=np.int32))
         assert not np.isin(found.tokens, [7, 9]).any()
         assert (found.lengths >= 5).all()
@@ -139,19 +140,32 @@ def test_samples_of_a_source_come_best_first(params):
 def test_a_smaller_shape_is_compiled_once_its_lack_has_cost_as_much(params):
     made = generator(params, "greedy")
     made.compilations, made.compile_seconds = 4, 6.0
-    active = np.arange(32) < 8
-    # A segment of one second on 32 rows loses three quarters; a shape costs 3 seconds.
-    said = [made._pays(8, LENGTH, active, 1.0) for _ in range(6)]
-    assert said == [False] * 4 + [True] * 2
-    assert made._pays(8, LENGTH, active, 0.0)
-    assert not made._pays(8, LENGTH + 1, active, 1.0)
+    made._lost[32, 8, LENGTH] = 2.9
+    assert not made._pays(32, 8, LENGTH)
+    made._lost[32, 8, LENGTH] += 0.2
+    assert made._pays(32, 8, LENGTH)
+    assert not made._pays(16, 8, LENGTH)
+    assert not made._pays(32, 8, LENGTH + 1)
+
+
+def test_unfinished_rows_at_the_last_step_have_nowhere_to_go(params, monkeypatch):
+    batch = (*batch_of(ROWS), np.arange(ROWS, dtype=np.int32))
+    wanted = generator(params, "greedy")(*batch)
+    assert 0 < (wanted.status == Status.UNFINISHED).sum() <= 8
+    monkeypatch.setattr(generation, "SEGMENT", PLACES)
+    monkeypatch.setattr(Generator, "_pays", lambda *_: True)
+    for mine, ours in zip(generator(params, "greedy")(*batch), wanted, strict=True):
+        np.testing.assert_allclose(mine, ours, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("devices", "wanted", "rows"),
-    [(1, 1, 8), (1, 9, 16), (1, 100, 100), (3, 8, 9), (8, 60, 64), (8, 100, 104)],
+    ("devices", "most", "wanted", "rows"),
+    [
+        *((1, 100, 1, 8), (1, 100, 9, 16), (1, 100, 100, 100), (1, 100, 500, 100)),
+        *((3, 100, 8, 9), (8, 100, 60, 64), (8, 100, 100, 104)),
+        *((1, 5, 1, 5), (1, 1, 7, 1), (8, 1, 1, 8)),
+    ],
 )
-def test_batches_have_few_sizes(params, devices, wanted, rows):
-    made = generator(params, "greedy", devices=devices)
-    made._config = dataclasses.replace(made._config, rows=100)
+def test_batches_have_few_sizes(params, devices, most, wanted, rows):
+    made = generator(params, "greedy", devices=devices, rows=most)
     assert made.rows(wanted) == rows

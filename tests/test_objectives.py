@@ -7,8 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.config import Config, ConfigError, ModelConfig
-from transformer_jax.objectives import OBJECTIVES, teacher_forcing, validate
+from transformer_jax.config import (
+    Config,
+    ConfigError,
+    DecodeConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from transformer_jax.corruption import CORRUPTIONS, KEEP_SCHEDULES
+from transformer_jax.decoding import STRATEGIES
+from transformer_jax.decoding.beam import PENALTIES
+from transformer_jax.objectives import OBJECTIVES, OPTIONS, teacher_forcing, validate
 from transformer_jax.types import Batch
 
 
@@ -105,3 +114,17 @@ def test_sequences_beyond_the_position_table_are_refused(
         validate(config(positions, value))
     validate(config("rotary", value))
     validate(config(positions, (8, 32) if section == "data" else 32))
+
+
+def choices(record, name):
+    (item,) = (item for item in dataclasses.fields(record) if item.name == name)
+    return {*item.metadata["choices"]}
+
+
+def test_settings_offer_what_the_tables_hold():
+    assert choices(TrainConfig, "corruption") == {"none", *CORRUPTIONS}
+    assert choices(TrainConfig, "keep_schedule") == {*KEEP_SCHEDULES}
+    assert choices(DecodeConfig, "penalty") == {*PENALTIES}
+    assert {*OBJECTIVES["autoregressive"].strategies} == {*STRATEGIES} == {*OPTIONS}
+    fields = {item.name for item in dataclasses.fields(DecodeConfig)}
+    assert {name for names in OPTIONS.values() for name in names} < fields

@@ -16,7 +16,7 @@ from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.config import ParallelConfig, TrainConfig
 from transformer_jax.data import Bucket
 from transformer_jax.models import build_model
-from transformer_jax.objectives import OBJECTIVES
+from transformer_jax.objectives import training_loss, validation_loss
 from transformer_jax.optimizers import make_optimizer
 from transformer_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from transformer_jax.training import (
@@ -58,12 +58,8 @@ def batch_of(seed, filler=3):
 
 
 def loss_of(model, smoothing=0.1):
-    def loss(params, batch, key, step):
-        return OBJECTIVES["autoregressive"].loss(
-            model.apply, params, batch, Vocabulary, key=key, label_smoothing=smoothing
-        )
-
-    return loss
+    config = dataclasses.replace(TRAIN, label_smoothing=smoothing)
+    return training_loss(model, Vocabulary, config)
 
 
 @functools.cache
@@ -150,7 +146,7 @@ def test_another_shape_is_an_error_not_a_compilation():
 def test_evaluation_has_neither_dropout_nor_smoothing():
     mesh = make_mesh(ParallelConfig())
     params, batch = first_state(8).params, batch_of(1)
-    noisy = loss_of(model_of(0.5), smoothing=0.0)
+    noisy = validation_loss(model_of(0.5), Vocabulary, TRAIN)
     compiled = compile_losses(noisy, params, [BUCKET], mesh)[BUCKET]
     plain = jax.jit(
         functools.partial(loss_of(model_of(0.0), smoothing=0.0), key=None, step=None)

@@ -45,7 +45,8 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
     from transformer_jax.commands.flags import parse
     from transformer_jax.config import ConfigError
     from transformer_jax.data import InvalidText
-    from transformer_jax.trainer import NonFiniteLossError, PreemptedError
+    from transformer_jax.reports import NonFiniteLossError
+    from transformer_jax.trainer import PreemptedError
 
     module, code = _module(command), DONE
     try:

@@ -1,4 +1,4 @@
-"""The mean of the parameters of several checkpoints, two of them in memory at most."""
+"""The mean of several checkpoints: a float64 sum and one of them in memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -170,7 +170,7 @@ class Checkpoints:
     def best_steps(self, count: int) -> list[int]:
         """Return the steps of the `count` lowest metrics, best first.
 
-        There are fewer if fewer have a metric.
+        There are fewer if fewer have a metric. Of equal ones the earlier is better.
         """
         return self._best(self.steps(), count)
 
@@ -239,13 +239,11 @@ class Checkpoints:
     ) -> Restored | None:
         """Read the first choice that is whole: its leaves below `part`."""
         self.wait()
-        choices = [asked] if isinstance(asked, int) else self.steps()[::-1]
+        choices = [asked] if isinstance(asked, int) else self._ordered(asked)
         if isinstance(asked, int) and asked not in self.steps():
             raise CheckpointError(
                 f"{self.directory} has no step {asked}: it has {self.steps()}"
             )
-        if asked == "best":
-            choices.sort(key=self._score)
         for step in choices:
             folder = self._folder(step)
             try:
@@ -268,6 +266,12 @@ class Checkpoints:
                 "start again in another --workdir"
             )
         return None
+
+    def _ordered(self, asked: str | None) -> list[int]:
+        """All steps, the newest first, or the best ones before the others."""
+        newest = self.steps()[::-1]
+        best = self.best_steps(len(newest)) if asked == "best" else []
+        return [*best, *(step for step in newest if step not in best)]
 
     def _folder(self, step: int) -> epath.Path:
         return self.directory / str(step)

@@ -208,7 +208,7 @@ class DecodeConfig(_Checked):
     # Of beam_search; the penalty divides sums of log-probabilities.
     beam_size: int = _field(4, low=1, high=1024)
     penalty: str = _field("gnmt", choices=("none", "average", "gnmt"))
-    alpha: float = _field(0.6, low=0.0, high=100.0)
+    alpha: float = _field(0.6, low=0.0, high=5.0)
     # Of sample; top_k 0 and top_p 1 cut nothing.
     temperature: float = _field(1.0, low=1e-3, high=1e3)
     top_k: int = _field(0, low=0)
@@ -217,13 +217,22 @@ class DecodeConfig(_Checked):
     # Symbols that no output may hold, and how many it holds at least.
     forbidden: tuple = ()
     min_length: int = _field(0, low=0)
-    # Decode with the moving average of the parameters (`train.ema_decay`).
+    # Decode with the moving average of the parameters (`train.ema_decay`). The best
+    # checkpoint is still the one whose plain parameters have the lowest loss.
     use_ema: bool = False
     # Longest output, END counted. The cache is that long, so its size has an end.
     max_length: int = _field(32, low=1, high=2**16)
     # Longest source; a longer one is refused as INVALID.
     max_source_length: int = _field(32, low=1, high=2**16)
     rows: int = _field(256, low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(type(symbol) is str for symbol in self.forbidden):
+            raise ConfigError(
+                "decode.forbidden must be symbols in quotes, such as ('A',), not "
+                f"{self.forbidden}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ class DecoderInputs(NamedTuple):
     weights: jax.Array
 
 
-# (given, predict, key, vocabulary) -> DecoderInputs, at one step
+# (given, predict, key, vocabulary) -> DecoderInputs, with the share of one step bound
 Corruption = Callable[[DecoderInputs, Predict, jax.Array, Any], DecoderInputs]
 
 
@@ -94,6 +94,7 @@ def random_replacement(
     """Replace inputs by any symbols, all equally probable.
 
     The plainest way to show a decoder wrong answers; needs no first pass. BOS stays.
+    Wang et al. 2018 (SwitchOut) draw replacements likewise, on both sides.
 
     Args:
         given: right inputs.

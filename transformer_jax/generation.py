@@ -5,6 +5,7 @@ the batch where that pays, so a long output does not hold up the short ones.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +20,10 @@ from transformer_jax.decoding import (
     Search,
     Status,
     StepFunction,
-    at_least,
     forbid,
-    run,
+    run_search,
     take_rows,
+    with_min_length,
 )
 from transformer_jax.models import Memory, Seq2Seq
 from transformer_jax.sharding import batch_sharding, replicated
@@ -116,15 +117,17 @@ class Generator:
         # Samples of one source are rows of their own; those of a beam share one.
         self._draws = nbest if config.strategy == "sample" else 1
         self._executables: dict[Any, Callable] = {}
-        self._lost: dict[Any, float] = {}
+        # Seconds that a smaller shape would have saved so far.
+        self._lost: Counter[tuple[int, int, int]] = Counter()
         self.compilations, self.compile_seconds = 0, 0.0
 
     def rows(self, wanted: int) -> int:
-        """Return the rows of the smallest batch that holds `wanted` of them."""
+        """Return the rows of the smallest batch for `wanted`, or of the largest."""
         devices = self._mesh.shape["data"]
-        rows = FEWEST_ROWS
-        while rows < wanted:
-            rows = min(2 * rows, max(self._config.rows, rows + 1))
+        most = self._config.rows
+        rows = min(FEWEST_ROWS, most)
+        while rows < min(wanted, most):
+            rows = min(2 * rows, most)
         return -(-rows // devices) * devices
 
     def __call__(
@@ -133,52 +136,55 @@ class Generator:
         """Decode a batch; return NumPy arrays `[B, n, ...]`, best first.
 
         Args:
-            source: int32 `[B, S]`, B from `rows`.
+            source: int32 `[B, S]`, B from `rows`. A sample's batch has B n rows.
             lengths: int32 `[B]`, at least 1.
             numbers: int32 `[B]`, what a sample's draws depend on besides the seed.
         """
         batch = jax.device_put((source, lengths, numbers), batch_sharding(self._mesh))
         memory, state = self._call(self._begin, *batch)
         places, found = np.arange(len(source)), None
-        limit = self._config.max_length
+        limit, length = self._config.max_length, source.shape[1]
         for until in range(SEGMENT, limit + SEGMENT, SEGMENT):
-            spent = time.perf_counter() - self.compile_seconds
+            # Less what compiling takes: a smaller batch would not save that.
+            began = time.perf_counter() - self.compile_seconds
             state, active, now = self._call(
-                self._segment, memory, state, np.int32(min(until, limit))
+                self._segment, memory, state, np.int32(until)
             )
             active = np.asarray(active)
-            spent = time.perf_counter() - self.compile_seconds - spent
-            if not active.any():
+            seconds = time.perf_counter() - self.compile_seconds - began
+            if until >= limit or not active.any():
                 break
-            rows = self.rows(active.sum())
-            if rows < len(active) and self._pays(rows, source.shape[1], active, spent):
+            before, after = len(active), self.rows(active.sum())
+            if after == before:
+                continue
+            self._lost[before, after, length] += seconds * (1 - after / before)
+            if self._pays(before, after, length):
                 found = _placed(found, places, now)
-                chosen = np.resize(np.flatnonzero(active), rows)
+                chosen = np.resize(np.flatnonzero(active), after)
                 memory, state = self._call(self._take, memory, state, chosen)
                 places = places[chosen]
         return self._sorted(_placed(found, places, now))
 
-    def _pays(self, rows: int, length: int, active: np.ndarray, spent: float) -> bool:
-        """Tell whether the next segment should run on fewer rows.
+    def _pays(self, before: int, after: int, length: int) -> bool:
+        """Tell whether batches of `before` rows should shrink to `after`.
 
-        A smaller shape is compiled once the time lost for want of it has grown to what
-        compiling it takes: at most twice the time of knowing beforehand is lost.
+        They do once the time lost by not doing so exceeds what compiling two programs
+        takes: no more than twice the time of knowing beforehand is lost.
         """
-        shape = (rows, length)
-        if self._lost.get(shape) == np.inf:
-            return True
-        lost = self._lost.get(shape, 0.0) + spent * (1 - rows / len(active))
         price = 2 * self.compile_seconds / self.compilations
-        self._lost[shape] = np.inf if lost > price else lost
-        return lost > price
+        return self._lost[before, after, length] > price
 
     def _call(self, piece: Callable, *arguments: Any) -> Any:
-        """Run a piece, compiled once for every shape."""
+        """Run a piece, compiled once for every shape; a segment's state is donated."""
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
         if (piece, shapes) not in self._executables:
             began = time.perf_counter()
             results = jax.eval_shape(piece, self.params, *arguments)
-            jitted = jax.jit(piece, out_shardings=self._shardings(results))
+            jitted = jax.jit(
+                piece,
+                out_shardings=self._shardings(results),
+                donate_argnums=(2,) if piece == self._segment else (),
+            )
             lowered = jitted.lower(self.params, *arguments)
             self._executables[piece, shapes] = lowered.compile()
             self.compilations += 1
@@ -196,7 +202,7 @@ class Generator:
         """Read the sources and begin the search."""
         memory = self._model.apply({"params": params}, source, lengths, method="read")
         rows = source.shape[0] * self._draws
-        _, cache = self._decoded(params, memory, rows)
+        _, cache = self._constrained(params, memory, rows)
         start = jnp.full(rows, self._vocabulary.bos_id, jnp.int32)
         keys = None
         if self._config.strategy == "sample":
@@ -208,8 +214,8 @@ class Generator:
     ) -> tuple[Any, jax.Array, Hypotheses]:
         """Advance; return the state, which sources are active, and what is found."""
         rows = memory.lengths.shape[0]
-        step_fn, _ = self._decoded(params, memory, rows * self._draws)
-        state = run(self._search, step_fn, state, until)
+        step_fn, _ = self._constrained(params, memory, rows * self._draws)
+        state = run_search(self._search, step_fn, state, until)
         finished = self._search.finished(state).reshape(rows, -1).all(axis=1)
         found = jax.tree.map(
             lambda leaf: leaf.reshape(rows, -1, *leaf.shape[2:]),
@@ -224,16 +230,19 @@ class Generator:
         del params
         return take_rows((memory, state), chosen, memory.lengths.shape[0])
 
-    def _decoded(
+    def _constrained(
         self, params: PyTree, memory: Memory, rows: int
     ) -> tuple[StepFunction, PyTree]:
-        """The model under the configuration's constraints: step function and cache."""
+        """The model under the configuration's constraints: step function, first cache.
+
+        Who needs one of them drops the other, which then is never computed.
+        """
         step_fn = make_step_fn(self._model, params, memory, self._vocabulary)
         cache = self._model.init_cache(rows, self._config.max_length)
         if self._forbidden:
             step_fn = forbid(step_fn, self._forbidden)
         if self._config.min_length:
-            step_fn, cache = at_least(
+            step_fn, cache = with_min_length(
                 step_fn,
                 cache,
                 self._config.min_length,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from transformer_jax.config import ConfigError, DecodeConfig
-from transformer_jax.data import InvalidText
+from transformer_jax.data import InvalidText, Vocabulary
 from transformer_jax.decoding import Hypotheses, Status
 from transformer_jax.generation import Generator
 from transformer_jax.objectives import check_nbest
@@ -93,10 +93,12 @@ class TrainedModel:
             else:
                 readable.setdefault(self._length(len(ids)), []).append((number, ids))
         for length, entries in sorted(readable.items()):
-            for start in range(0, len(entries), self.config.rows):
-                part = entries[start : start + self.config.rows]
-                numbers, sources = zip(*part, strict=True)
-                found = self._decode_batch(sources, np.array(numbers) + first, length)
+            # One size for all batches of a length: the last one is filled up.
+            rows = self.generator.rows(len(entries))
+            for start in range(0, len(entries), rows):
+                numbers, sources = zip(*entries[start : start + rows], strict=True)
+                batch = self._batch(sources, np.array(numbers) + first, length, rows)
+                found = self.generator(*batch)
                 for row, number in enumerate(numbers):
                     outputs[number] = self._written(found, row)
         return outputs
@@ -118,17 +120,22 @@ class TrainedModel:
         lengths = [*self.run.config.data.bucket_lengths, self.config.max_source_length]
         return min(length for length in lengths if length >= symbols)
 
-    def _decode_batch(
-        self, sources: Sequence[np.ndarray], numbers: np.ndarray, length: int
-    ) -> Hypotheses:
+    def _batch(
+        self,
+        sources: Sequence[np.ndarray],
+        numbers: np.ndarray,
+        length: int,
+        rows: int,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Padded sources, their lengths and their numbers."""
         # A filler row repeats a source: an empty one might never end.
-        chosen = np.resize(np.arange(len(sources)), self.generator.rows(len(sources)))
+        chosen = np.resize(np.arange(len(sources)), rows)
         pad = self.run.source_tokenizer.vocabulary.pad_id
-        padded = np.full((len(chosen), length), pad, np.int32)
+        padded = np.full((rows, length), pad, np.int32)
         for row, number in enumerate(chosen):
             padded[row, : len(sources[number])] = sources[number]
         lengths = np.array([len(ids) for ids in sources], np.int32)[chosen]
-        return self.generator(padded, lengths, numbers.astype(np.int32)[chosen])
+        return padded, lengths, numbers.astype(np.int32)[chosen]
 
     def _written(self, found: Hypotheses, row: int) -> Output:
         hypotheses = tuple(
@@ -170,11 +177,7 @@ def load_model(
     config = run.config.decode
     check_nbest(config, nbest)
     vocabulary = run.target_tokenizer.vocabulary
-    if unknown := sorted(set(config.forbidden) - set(vocabulary.symbols)):
-        raise ConfigError(
-            f"decode.forbidden: {unknown[0]!r} is no symbol of the target, which has "
-            f"{' '.join(vocabulary.symbols)}"
-        )
+    forbidden = _ids(vocabulary, config.forbidden)
     mesh = make_mesh(run.config.parallel)
     wanted = abstract_params(run.model(), mesh)
     checkpoints = run.checkpoints(read_only=True)
@@ -190,6 +193,20 @@ def load_model(
         vocabulary,
         mesh,
         nbest=nbest,
-        forbidden=[vocabulary.symbols.index(symbol) for symbol in config.forbidden],
+        forbidden=forbidden,
     )
     return TrainedModel(run, restored.step, generator)
+
+
+def _ids(vocabulary: Vocabulary, symbols: Sequence[str]) -> list[int]:
+    """The ids of ordinary symbols of the target."""
+    ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
+    for special in vocabulary.special_ids:
+        del ids[vocabulary.symbols[special]]
+    for symbol in symbols:
+        if symbol not in ids:
+            raise ConfigError(
+                f"decode.forbidden: {symbol!r} is no symbol of the target, which has "
+                f"{' '.join(ids)}"
+            )
+    return [ids[symbol] for symbol in symbols]

@@ -7,13 +7,17 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.config import Config, ConfigError, DecodeConfig, TrainConfig
-from transformer_jax.corruption import Corruption, DecoderInputs
+from transformer_jax.corruption import Corruption, DecoderInputs, corruption_at
 from transformer_jax.losses import cross_entropy
 from transformer_jax.types import Batch, PyTree
+
+# (params, batch, ...) -> (sum, weight)
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def teacher_forcing(batch: Batch, vocabulary: Any) -> DecoderInputs:
@@ -93,6 +97,42 @@ def _dropout(key: jax.Array | None) -> dict[str, jax.Array]:
     return {} if key is None else {"dropout": key}
 
 
+def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
+    """Return the loss that training minimises: (params, batch, key, step) -> sums.
+
+    Args:
+        model: from `build_model`.
+        vocabulary: the target's.
+        config: names the objective, its smoothing and its corruption.
+    """
+    objective = OBJECTIVES[config.objective]
+
+    def loss(params: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+        return objective.loss(
+            model.apply,
+            params,
+            batch,
+            vocabulary,
+            key=key,
+            label_smoothing=config.label_smoothing,
+            corrupt=corruption_at(config, step),
+        )
+
+    return loss
+
+
+def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
+    """Return the loss without dropout, smoothing and wrong inputs: (params, batch)."""
+    objective = OBJECTIVES[config.objective]
+
+    def loss(params: PyTree, batch: Batch) -> Any:
+        return objective.loss(
+            model.apply, params, batch, vocabulary, key=None, label_smoothing=0.0
+        )
+
+    return loss
+
+
 class Objective(NamedTuple):
     """A way to train: its loss, and the strategies that can decode what it trained."""
 
@@ -123,11 +163,6 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"train.objective must be one of {', '.join(OBJECTIVES)}, not "
             f"{config.train.objective!r}"
-        )
-    if config.decode.use_ema and not config.train.ema_decay:
-        raise ConfigError(
-            "decode.use_ema wants a moving average, but train.ema_decay is 0: train "
-            "with one, or leave it out"
         )
     if config.decode.strategy not in objective.strategies:
         raise ConfigError(
@@ -161,15 +196,16 @@ def _check_decoding(config: DecodeConfig) -> None:
     """Refuse settings that do nothing, and a length that cannot be."""
     for strategy, options in OPTIONS.items():
         idle = _changed(config, set(options) - set(OPTIONS[config.strategy]))
-        if idle:
+        for name, default in idle.items():
             raise ConfigError(
-                f"decode.{idle[0]} does nothing with decode.strategy "
-                f"{config.strategy!r}: use decode.strategy={strategy}, or leave it out"
+                f"decode.{name} does nothing with decode.strategy "
+                f"{config.strategy!r}: use decode.strategy={strategy}, or set it to "
+                f"{default!r}"
             )
-    if config.penalty == "none" and _changed(config, {"alpha"}):
+    if config.penalty == "none" and (idle := _changed(config, {"alpha"})):
         raise ConfigError(
             "decode.alpha does nothing with decode.penalty 'none': use average or "
-            "gnmt, or leave it out"
+            f"gnmt, or set it to {idle['alpha']!r}"
         )
     if config.min_length >= config.max_length:
         raise ConfigError(
@@ -187,21 +223,21 @@ def _check_corruption(config: TrainConfig) -> None:
     }.get(config.corruption, set())
     if config.keep_schedule == "constant":
         unused = unused | {"keep_scale"}
-    if idle := _changed(config, unused):
+    for name, default in _changed(config, unused).items():
         raise ConfigError(
-            f"train.{idle[0]} does nothing with train.corruption "
+            f"train.{name} does nothing with train.corruption "
             f"{config.corruption!r} and train.keep_schedule {config.keep_schedule!r}: "
-            "leave it out, or choose others"
+            f"choose others, or set it to {default!r}"
         )
 
 
-def _changed(record: Any, names: Collection[str]) -> list[str]:
-    """Those of a record's fields that have not their defaults."""
-    return [
-        item.name
+def _changed(record: Any, names: Collection[str]) -> dict[str, Any]:
+    """Those of a record's fields that have not their defaults, with the defaults."""
+    return {
+        item.name: item.default
         for item in dataclasses.fields(record)
         if item.name in names and getattr(record, item.name) != item.default
-    ]
+    }
 
 
 def _check_lengths(config: Config) -> None:

@@ -31,10 +31,8 @@ class Origin(NamedTuple):
             CheckpointError: the checkpoint cannot be read.
         """
         checkpoints = _checkpoints(self.workdir)
-        held, wanted = (
-            checkpoints.leaves(self.step),
-            describe({"params": abstract_params}),
-        )
+        held = checkpoints.leaves(self.step)
+        wanted = describe({"params": abstract_params})
         if difference := first_difference(held, wanted, "params"):
             name, old, new = difference
             raise ConfigError(

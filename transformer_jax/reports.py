@@ -58,16 +58,15 @@ class Reports:
     def opened(self, start: int) -> Iterator[None]:
         """Open the writers of a run that goes on from step `start`."""
         workdir = self._run.workdir
-        self._writers = [MetricsFile(workdir / "metrics.jsonl", resumed_step=start)]
-        if self._run.config.train.tensorboard:
-            folder = workdir / "tensorboard"
-            self._writers.append(EventFiles(folder, resumed_step=start))
-        try:
-            yield
-        finally:
-            self._progress.end()
+        with contextlib.ExitStack() as closing:
+            self._writers = [MetricsFile(workdir / "metrics.jsonl", resumed_step=start)]
+            if self._run.config.train.tensorboard:
+                folder = workdir / "tensorboard"
+                self._writers.append(EventFiles(folder, resumed_step=start))
             for writer in self._writers:
-                writer.close()
+                closing.callback(writer.close)
+            closing.callback(self._progress.end)
+            yield
 
     def begin(self, start: int) -> None:
         """Start the clock before the first step."""

@@ -189,7 +189,8 @@ def create_run(
         tokenizers = load_tokenizers(epath.Path(origin.workdir))
         save_tokenizers(tokenizers, path)
     else:
-        tokenizers = _new_tokenizers(config, path)
+        tokenizers = _new_tokenizers(config)
+        save_tokenizers(tokenizers, path)
     sizes = {
         f"{side}_vocab": tokenizer.vocabulary.size
         for side, tokenizer in zip(SIDES, tokenizers, strict=True)
@@ -316,11 +317,11 @@ def _usable(directory: Any) -> Iterator[None]:
         ) from error
 
 
-def _new_tokenizers(config: Config, workdir: epath.Path) -> list[Tokenizer]:
+def _new_tokenizers(config: Config) -> list[Tokenizer]:
     """Build the vocabularies from the training split."""
     source = find_source(config)
     directory = data_directory(config.data.directory)
     print(f"reading {config.data.source} in {directory}", file=sys.stderr, flush=True)
     with _usable(directory):
         examples = source.examples(str(directory), "train")
-    return build_tokenizers(source, examples, workdir)
+    return build_tokenizers(source, examples)

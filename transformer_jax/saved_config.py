@@ -26,16 +26,16 @@ def read_config(workdir: Any) -> Config:
         return from_config_dict(record["config"])
 
 
-def write_config(workdir: epath.Path, config: Config, **begun: Any) -> None:
+def write_config(workdir: epath.Path, config: Config, **provenance: Any) -> None:
     """Write the configuration with the versions of now, and how the run came about.
 
     Args:
         workdir: folder or `gs://` path.
         config: resolved.
-        begun: "init_from" of a run that began with another's parameters, or "average"
-            of checkpoints, from which no run can go on.
+        provenance: "init_from" of a run that began with another's parameters, or
+            "average" of checkpoints, from which no run can go on.
     """
-    record = {"config": to_dict(config), "versions": versions(), **begun}
+    record = {"config": to_dict(config), "versions": versions(), **provenance}
     write_json(workdir / CONFIG_FILE, record)
 
 

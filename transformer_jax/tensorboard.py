@@ -21,12 +21,14 @@ def require_tensorboard(workdir: Any) -> None:
     if importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
             "train.tensorboard needs a package that is missing: "
-            "pip install tensorboardX"
+            'pip install "transformer-jax[tensorboard]"'
         )
 
 
 class EventFiles:
     """The reports of a run as scalars, under the names that `MetricsFile` has.
+
+    `metrics.jsonl` is the record; this is a view, written by a thread within seconds.
 
     Args:
         folder: local; created.
@@ -36,15 +38,18 @@ class EventFiles:
     def __init__(self, folder: Any, *, resumed_step: int) -> None:
         import tensorboardX
 
+        # A queue without an end: training must not wait where the disk is full.
         self._writer = tensorboardX.SummaryWriter(
-            logdir=str(folder), purge_step=resumed_step + 1
+            logdir=str(folder),
+            purge_step=resumed_step + 1,
+            max_queue=0,
+            flush_secs=5,
         )
 
     def write(self, step: int, **values: float) -> None:
-        """Write every value; a reader sees them at once."""
+        """Write every value."""
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
 
     def close(self) -> None:
         """Finish the file."""

@@ -13,7 +13,6 @@ import optax
 
 from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.config import ConfigError, to_dict
-from transformer_jax.corruption import corruption_at
 from transformer_jax.data import (
     BatchPlan,
     Bucket,
@@ -22,7 +21,7 @@ from transformer_jax.data import (
     TokenCache,
     device_batch,
 )
-from transformer_jax.objectives import OBJECTIVES
+from transformer_jax.objectives import training_loss, validation_loss
 from transformer_jax.optimizers import make_optimizer
 from transformer_jax.progress import Progress
 from transformer_jax.reports import AGAINST_DIVERGENCE, NonFiniteLossError, Reports
@@ -34,6 +33,7 @@ from transformer_jax.training import (
     abstract_state,
     compile_losses,
     compile_train_steps,
+    count_parameters,
     init_state,
     make_train_step,
 )
@@ -76,7 +76,6 @@ class Trainer:
         self._mesh = make_mesh(run.config.parallel)
         self._optimizer = make_optimizer(self._config)
         self._model = run.model()
-        self._objective = OBJECTIVES[self._config.objective]
         self._caches = {split: run.cache(split) for split in ("train", "validation")}
         self._plan = self._make_plan("train", shuffle=True)
         self._validation = self._make_plan("validation", shuffle=False)
@@ -173,49 +172,23 @@ class Trainer:
 
     def _compile(self, state: TrainState) -> None:
         began = time.perf_counter()
+        parts = self._model, self._run.target_tokenizer.vocabulary, self._config
         step = make_train_step(
-            self._training_loss,
+            training_loss(*parts),
             self._optimizer,
             accumulation=self._config.accumulation,
             ema_decay=self._config.ema_decay,
         )
         self._steps = compile_train_steps(step, state, self._plan.buckets, self._mesh)
         self._losses = compile_losses(
-            self._validation_loss, state.params, self._validation.buckets, self._mesh
+            validation_loss(*parts), state.params, self._validation.buckets, self._mesh
         )
         count = len(self._steps) + len(self._losses)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         self._progress.say(
-            f"{parameters:,} parameters; {count} compilations "
+            f"{count_parameters(state.params):,} parameters; {count} compilations "
             f"({len(self._steps)} training, {len(self._losses)} evaluation) in "
             f"{time.perf_counter() - began:.0f} s; {self._plan.steps_per_epoch} steps "
             f"an epoch, {self._plan.padding_share:.0%} padding"
-        )
-
-    def _training_loss(
-        self, params: PyTree, batch: Batch, key: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return self._objective.loss(
-            self._model.apply,
-            params,
-            batch,
-            self._run.target_tokenizer.vocabulary,
-            key=key,
-            label_smoothing=self._config.label_smoothing,
-            corrupt=corruption_at(self._config, step),
-        )
-
-    def _validation_loss(
-        self, params: PyTree, batch: Batch, *_: None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Right inputs alone, no dropout and no smoothing."""
-        return self._objective.loss(
-            self._model.apply,
-            params,
-            batch,
-            self._run.target_tokenizer.vocabulary,
-            key=None,
-            label_smoothing=0.0,
         )
 
     def _loop(

@@ -12,11 +12,9 @@ import optax
 from jax.sharding import Mesh
 
 from transformer_jax.data import Bucket
+from transformer_jax.objectives import Loss
 from transformer_jax.sharding import batch_sharding, param_shardings, replicated
 from transformer_jax.types import Batch, PyTree
-
-# (params, batch, key, step) -> (sum, weight); key and step are None in evaluation.
-Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class TrainState(NamedTuple):
@@ -167,10 +165,12 @@ def make_train_step(
 def moving_average(
     ema: PyTree, params: PyTree, step: jax.Array, decay: float
 ) -> PyTree:
-    """Return the exponential moving average after `step` updates (Polyak 1992).
+    """Return the exponential moving average of the parameters after `step` updates.
 
-    ema <- d_t ema + (1 - d_t) params,  d_t = min(decay, (1 + t) / (10 + t)): the first
-    steps forget the initial parameters fast.
+        ema <- d_t ema + (1 - d_t) params,  d_t = min(decay, (1 + t) / (10 + t))
+
+    so that the first steps forget the initial parameters fast (the warm-up of
+    TensorFlow's ExponentialMovingAverage). Averaged iterates: Polyak and Juditsky 1992.
     """
     time = step.astype(jnp.float32)
     decay = jnp.minimum(decay, (1 + time) / (10 + time))
@@ -193,11 +193,8 @@ def compile_train_steps(
 def compile_losses(
     loss: Loss, params: PyTree, buckets: Iterable[Bucket], mesh: Mesh
 ) -> dict[Bucket, Callable]:
-    """Compile the loss without dropout once a bucket: `(params, batch) -> sums`."""
-    jitted = jax.jit(
-        lambda params, batch: loss(params, batch, None, None),
-        out_shardings=replicated(mesh),
-    )
+    """Compile a loss `(params, batch) -> sums` once a bucket."""
+    jitted = jax.jit(loss, out_shardings=replicated(mesh))
     return _compile_each(jitted, params, buckets, mesh)
 
 
@@ -230,6 +227,11 @@ def _compile_each(
             for bucket in buckets
         }
         return {bucket: compiled.result() for bucket, compiled in waiting.items()}
+
+
+def count_parameters(params: PyTree) -> int:
+    """Return how many numbers the parameters are."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _init_boxed(model: nn.Module, key: jax.Array) -> PyTree:

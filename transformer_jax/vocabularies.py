@@ -35,10 +35,8 @@ def load_tokenizers(workdir: epath.Path) -> list[Tokenizer]:
     return tokenizers
 
 
-def build_tokenizers(
-    source: Source, examples: Sequence[Example], workdir: epath.Path
-) -> list[Tokenizer]:
-    """Collect the symbols of a source's examples and save them."""
+def build_tokenizers(source: Source, examples: Sequence[Example]) -> list[Tokenizer]:
+    """Collect the symbols of a source's examples."""
     vocabularies = (
         build_vocabulary(source.source_tokenizer, (each.source for each in examples)),
         build_vocabulary(
@@ -46,17 +44,14 @@ def build_tokenizers(
             (text for each in examples for text in each.references),
         ),
     )
-    return save_tokenizers(list(map(make_tokenizer, vocabularies)), workdir)
+    return list(map(make_tokenizer, vocabularies))
 
 
-def save_tokenizers(
-    tokenizers: list[Tokenizer], workdir: epath.Path
-) -> list[Tokenizer]:
-    """Write the vocabularies of source and target; return the tokenizers."""
+def save_tokenizers(tokenizers: Sequence[Tokenizer], workdir: epath.Path) -> None:
+    """Write the vocabularies of source and target."""
     (workdir / "vocabulary").mkdir(parents=True, exist_ok=True)
     for side, tokenizer in zip(SIDES, tokenizers, strict=True):
         tokenizer.vocabulary.save(_file(workdir, side))
-    return tokenizers
 
 
 def vocabulary_hash(tokenizers: Sequence[Tokenizer]) -> str:

@@ -115,7 +115,10 @@ def test_evaluate_takes_every_strategy(trained):
         (["--nbest=0"], ["nbest"]),
         (
             ["--config.decode.top_k=3"],
-            ["decode.top_k does nothing", "'greedy'", "decode.strategy=sample"],
+            [
+                *("decode.top_k does nothing", "'greedy'"),
+                *("decode.strategy=sample", "set it to 0"),
+            ],
         ),
         (
             ["--config.decode.temperature=0.5", *BEAM],
@@ -134,6 +137,8 @@ def test_evaluate_takes_every_strategy(trained):
         (["--config.decode.penalty=wu"], ["decode.penalty", "gnmt"]),
         (["--config.decode.min_length=8"], ["decode.min_length=8", "max_length=8"]),
         (["--config.decode.forbidden=('a',)"], ["decode.forbidden", "'a'", "A"]),
+        (["--config.decode.forbidden=('<end>',)"], ["decode.forbidden", "'<end>'"]),
+        (["--config.decode.forbidden=(1,'A')"], ["decode.forbidden", "in quotes"]),
         (["--config.decode.use_ema=true"], ["decode.use_ema", "train.ema_decay"]),
     ],
 )

@@ -181,7 +181,7 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(data, copied, caplog):
 def test_missing_tensorboard_is_refused_before_work(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     called = quick(data, tmp_path / "run", **{"train.tensorboard": "true"})
-    assert_refused(called, "train.tensorboard", "pip install tensorboardX")
+    assert_refused(called, "train.tensorboard", "transformer-jax[tensorboard]")
     assert not (tmp_path / "run").exists()
 
 

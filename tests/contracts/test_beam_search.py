@@ -24,7 +24,7 @@ from decoding_oracle import (
 )
 from test_decoding import decode, start_of
 
-from transformer_jax.decoding import PIECES, Status, run
+from transformer_jax.decoding import PIECES, Status, run_search
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -176,7 +176,7 @@ def test_the_search_goes_on_exactly_while_something_can_win(penalty, steps):
         alpha=1.0,
     )
     state = pieces.begin(model.cache, start_of(model.cache), None)
-    state = run(pieces, step_fn, state, 4)
+    state = run_search(pieces, step_fn, state, 4)
     assert int(state.time) == steps
     (best,) = hypotheses_of(pieces.result(state), 0)
     assert best.tokens == ((A,) if penalty == "none" else (B, B, B))

@@ -22,10 +22,10 @@ from transformer_jax.decoding import (
     PIECES,
     STRATEGIES,
     Status,
-    at_least,
     forbid,
-    run,
+    run_search,
     take_rows,
+    with_min_length,
 )
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -185,11 +185,11 @@ class TestEveryStrategy:
         pieces = PIECES[strategy](end_id=END, pad_id=PAD, **settings)
         keys = keys_of(model.cache) if strategy == "sample" else None
         state = pieces.begin(model.cache, start_of(model.cache), keys)
-        state = run(pieces, step_fn, state, 3)
+        state = run_search(pieces, step_fn, state, 3)
         assert int(state.time) <= 3
         rows = jnp.array([4, 1])
         state = take_rows(state, rows, model.rows)
-        found = pieces.result(run(pieces, step_fn, state, MAX_LENGTH))
+        found = pieces.result(run_search(pieces, step_fn, state, MAX_LENGTH))
         wanted = decode(strategy, model)
         for mine, ours in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(mine, np.asarray(ours)[np.array(rows)])
@@ -200,7 +200,7 @@ class TestEveryStrategy:
         pieces = PIECES[strategy](end_id=END, pad_id=PAD, **settings)
         keys = keys_of(model.cache) if strategy == "sample" else None
         state = pieces.begin(model.cache, start_of(model.cache), keys)
-        assert int(run(pieces, step_fn, state, 50).time) == 3
+        assert int(run_search(pieces, step_fn, state, 50).time) == 3
 
     def test_forbidden_tokens_never_come(self, strategy):
         model = random_model(10)
@@ -216,7 +216,9 @@ class TestEveryStrategy:
     def test_no_output_is_shorter_than_the_least_length(self, strategy):
         model = random_model(11, end_bonus=4.0)
         assert (np.asarray(decode(strategy, model).lengths) < 3).any()
-        longer, cache = at_least(step_fn, model.cache, 3, rows=model.rows, end_id=END)
+        longer, cache = with_min_length(
+            step_fn, model.cache, 3, rows=model.rows, end_id=END
+        )
         found = decode(strategy, model, step_fn=longer, cache=cache)
         assert (np.asarray(found.lengths) >= 3).all()
         assert (np.asarray(found.status)[:, 0] == Status.OK).any()

@@ -21,7 +21,6 @@ from transformer_jax.benchmarks.peers import Decoding
 from transformer_jax.benchmarks.report import machine, say, say_row
 from transformer_jax.benchmarks.shape import (
     Shape,
-    count_parameters,
     draw_params,
     draw_sources,
     parse_depth,
@@ -29,6 +28,7 @@ from transformer_jax.benchmarks.shape import (
 )
 from transformer_jax.config import ModelConfig
 from transformer_jax.models import build_model
+from transformer_jax.training import count_parameters
 
 LENGTHS = ("fixed", "natural")
 COLUMNS = (

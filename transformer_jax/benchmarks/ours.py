@@ -18,7 +18,7 @@ from transformer_jax.data import Bucket
 from transformer_jax.decoding import Hypotheses, beam_search, greedy
 from transformer_jax.generation import make_step_fn
 from transformer_jax.models import build_model
-from transformer_jax.objectives import autoregressive
+from transformer_jax.objectives import training_loss
 from transformer_jax.optimizers import make_optimizer
 from transformer_jax.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.training import (
@@ -114,22 +114,13 @@ class JaxTrainer:
     ) -> None:
         model = build_model(config)
 
-        def loss(params: PyTree, batch: Batch, key: jax.Array, _: jax.Array) -> Any:
-            return autoregressive(
-                model.apply,
-                params,
-                batch,
-                symbols,
-                key=key,
-                label_smoothing=optimization.label_smoothing,
-            )
-
         self._mesh = make_mesh(ParallelConfig(data=1))
         optimizer = make_optimizer(optimization)
         abstract = abstract_state(model, optimizer, self._mesh)
         state = init_state(model, optimizer, abstract, optimization.seed)
         params = jax.device_put(params, replicated(self._mesh))
         self._state = state._replace(params=params)
+        loss = training_loss(model, symbols, optimization)
         self._step = make_train_step(loss, optimizer)
         self.compile_seconds = math.nan
 

@@ -146,11 +146,6 @@ def _is_last_kernel(path: tuple) -> bool:
     return name == "kernel" and module in ("out", "DenseGeneral_1")
 
 
-def count_parameters(params: PyTree) -> int:
-    """Return how many numbers the parameters are."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 class Sources(NamedTuple):
     """Sources of a call: int32 `[B, S]`, PAD from int32 `[B]` lengths on."""
 

@@ -19,7 +19,6 @@ from transformer_jax.benchmarks.ours import JaxTrainer
 from transformer_jax.benchmarks.report import machine, say, say_row
 from transformer_jax.benchmarks.shape import (
     Shape,
-    count_parameters,
     draw_params,
     draw_sources,
     parse_depth,
@@ -27,6 +26,7 @@ from transformer_jax.benchmarks.shape import (
 )
 from transformer_jax.config import TrainConfig
 from transformer_jax.objectives import teacher_forcing
+from transformer_jax.training import count_parameters
 from transformer_jax.types import Batch
 
 COLUMNS = ("system", "p50_ms", "p95_ms", "tokens_per_second", "ours_over_it")

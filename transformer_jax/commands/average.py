@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import flags
 from etils import epath
 
@@ -25,10 +24,10 @@ from transformer_jax.checkpoints import Checkpoints
 from transformer_jax.commands.flags import define_workdir
 from transformer_jax.config import Config, ConfigError, ParallelConfig, to_dict
 from transformer_jax.run_directory import CONFIG_FILE, require_writable
-from transformer_jax.runs import Run, open_run, read_config
-from transformer_jax.saved_config import write_config
+from transformer_jax.runs import Run, open_run
+from transformer_jax.saved_config import read_config, write_config
 from transformer_jax.sharding import make_mesh
-from transformer_jax.training import abstract_params
+from transformer_jax.training import abstract_params, count_parameters
 from transformer_jax.types import PyTree
 from transformer_jax.vocabularies import save_tokenizers
 
@@ -77,7 +76,7 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         averaged.save(steps[-1], {"params": params}, metadata)
     of = {"workdir": str(checkpoints.directory.parent), "steps": steps}
     write_config(output, opened.config, average=of)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    parameters = count_parameters(params)
     return {"step": steps[-1], "steps": steps, "parameters": parameters}
 
 

@@ -23,7 +23,8 @@ from transformer_jax.config import ConfigError, DataConfig
 from transformer_jax.data import SOURCES, data_directory
 from transformer_jax.inference import load_model
 from transformer_jax.run_directory import one_line, require_writable
-from transformer_jax.runs import Run, open_run, read_config
+from transformer_jax.runs import Run, open_run
+from transformer_jax.saved_config import read_config
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = (

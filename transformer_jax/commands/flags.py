@@ -14,7 +14,7 @@ from ml_collections.config_flags.config_flags import FlagOrderError
 
 from transformer_jax.config import Config, ConfigError, from_config_dict, to_dict
 from transformer_jax.run_directory import one_line
-from transformer_jax.runs import read_config
+from transformer_jax.saved_config import read_config
 
 WORKDIR = "Working directory: a folder or gs:// path."
 NO_WORKDIR = "--workdir is missing: name a folder or gs:// path"

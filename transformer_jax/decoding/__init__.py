@@ -6,18 +6,18 @@ A strategy knows no network: the caller gives a step function
 
 from transformer_jax.decoding.beam import beam_pieces, beam_search
 from transformer_jax.decoding.hypotheses import Hypotheses, Status
-from transformer_jax.decoding.logits import at_least, forbid, restrict
+from transformer_jax.decoding.logits import forbid, restrict, with_min_length
 from transformer_jax.decoding.sample import (
     greedy,
     greedy_pieces,
     sample,
     sample_pieces,
 )
-from transformer_jax.decoding.search import Search, StepFunction, run, take_rows
+from transformer_jax.decoding.search import Search, StepFunction, run_search, take_rows
 
-# Strategy by its name in `--config.decode.strategy`.
+# By the names of `--config.decode.strategy`: what an importer calls ...
 STRATEGIES = {"greedy": greedy, "sample": sample, "beam_search": beam_search}
-# The same in pieces, for callers that look at the state between steps.
+# ... and the same in pieces, for callers that look at the state between steps.
 PIECES = {
     "greedy": greedy_pieces,
     "sample": sample_pieces,
@@ -31,12 +31,12 @@ __all__ = [
     "Search",
     "Status",
     "StepFunction",
-    "at_least",
     "beam_search",
     "forbid",
     "greedy",
     "restrict",
-    "run",
+    "run_search",
     "sample",
     "take_rows",
+    "with_min_length",
 ]

@@ -30,7 +30,8 @@ class Hypotheses(NamedTuple):
     Attributes:
         tokens: int32 `[B, n, T]`, without END, PAD from `lengths` on.
         lengths: int32 `[B, n]`, tokens before END.
-        scores: float32 `[B, n]`, log-probability, END included; -inf if absent.
+        scores: float32 `[B, n]`, log-probability, END included, in beam search over its
+            length penalty; -inf if absent or infeasible.
         status: int32 `[B, n]`, a `Status`.
     """
 

@@ -92,7 +92,7 @@ def forbid(step_fn: StepFunction, tokens: Sequence[int]) -> StepFunction:
     return allowed_step
 
 
-def at_least(
+def with_min_length(
     step_fn: StepFunction, cache: PyTree, min_length: int, *, rows: int, end_id: int
 ) -> tuple[StepFunction, PyTree]:
     """Return the model whose outputs have `min_length` tokens before END, or more.

@@ -37,11 +37,14 @@ class Search(NamedTuple):
     max_length: int
 
 
-def run(search: Search, step_fn: StepFunction, state: Any, until: ArrayLike) -> Any:
-    """Advance to step `until`, or to where every row has finished."""
+def run_search(
+    search: Search, step_fn: StepFunction, state: Any, until: ArrayLike
+) -> Any:
+    """Advance to step `until`, or to where every row has finished or has no room."""
+    last = jnp.minimum(until, search.max_length)
 
     def going_on(state: Any) -> Bool[Array, ""]:
-        return (state.time < until) & ~jnp.all(search.finished(state))
+        return (state.time < last) & ~jnp.all(search.finished(state))
 
     return jax.lax.while_loop(
         going_on, lambda state: search.advance(step_fn, state), state
@@ -57,7 +60,7 @@ def decode(
 ) -> Hypotheses:
     """Run a search from its beginning to its result."""
     state = search.begin(cache, start.astype(jnp.int32), keys)
-    return search.result(run(search, step_fn, state, search.max_length))
+    return search.result(run_search(search, step_fn, state, search.max_length))
 
 
 def take_rows(tree: PyTree, rows: Int[Array, " R"], count: int) -> PyTree:
