@@ -9,7 +9,6 @@ import pytest
 from toy import call
 
 from transformer_jax.benchmarks import cost, decode, peers, shape, timing, train
-from transformer_jax.benchmarks.ours import JaxDecoder
 from transformer_jax.config import ConfigError
 from transformer_jax.models import build_model
 
@@ -166,7 +165,11 @@ def test_bench_decode(monkeypatch):
         assert result.keys() == RESULT
         assert result["p50_ms"] <= result["p95_ms"]
         fixed = result["lengths"] == "fixed"
-        assert result["mean_length"] == 9 if fixed else 1 <= result["mean_length"] <= 9
+        if fixed:
+            assert result["mean_length"] == 9
+        else:
+            # Sources of 3 to 7 symbols, outputs of 9 tokens at most: 3/4 * 9/7 of them.
+            assert result["mean_length"] == pytest.approx(0.75 * 9 / 7 * 5, abs=1.5)
         assert result["parameters"] > 29 * 16
     assert called.err.count("fixed") == 4
 
@@ -178,9 +181,8 @@ def test_bench_train(monkeypatch):
     called = call("bench", "train", *flags)
     assert called.code == 0, called.err
     found = json.loads(called.out)
-    assert [line[:28] for line in found["missing"]] == [
-        "torch: no_such_package not in"[:28]
-    ]
+    (missing,) = found["missing"]
+    assert missing.startswith("torch: no_such_package not installed")
     (result,) = found["results"]
     assert result["system"] == "jax"
     assert result["calls"] == 2
@@ -202,6 +204,7 @@ def test_bench_train(monkeypatch):
         (["decode", "--batches=0"], ("--batches must be at least 1, not 0",)),
         (["decode", "--batches=8,8"], ("--batches", "nothing twice")),
         (["decode", "--depths=6"], ("6-6 (encoder-decoder), not '6'",)),
+        (["decode", "--benchmark=nope"], ("benchmark", "bench decode")),
         (["decode", "--beam=1"], ("--beam must be at least 2",)),
         (["decode", "--width=10", "--heads=3"], ("model.heads 3",)),
         (["train", "--dropout=1"], ("model.dropout",)),
@@ -239,7 +242,6 @@ def test_peers_compute_what_ours_does():
         assert wrote["ctranslate2"] == wrote["jax"]
         natural = lengths == "natural"
         assert (min(map(len, wrote["jax"])) < 9) == natural
-    assert isinstance(bench._systems["2-1", "jax"], JaxDecoder)
 
 
 def test_peers_train_as_ours_does():

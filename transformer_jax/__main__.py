@@ -55,7 +55,7 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
             module.run(values, output)
         else:
             result = module.run(values)
-            print(json.dumps(result), file=output)
+            print(json.dumps(result, allow_nan=False), file=output)
             # What `check` says of itself; other commands raise.
             code = DONE if result.get("ok", True) else FAILED
         output.flush()

@@ -323,7 +323,8 @@ def _require_same_leaves(
         path, old, new = difference
         raise CheckpointError(
             f"checkpoint {folder} holds {old} for {path}, but this model wants "
-            f"{new}: use the configuration and vocabulary that it was trained with"
+            f"{new}: use the configuration and vocabulary that it was trained with, or "
+            "begin a new run with --init_from"
         )
 
 

@@ -134,7 +134,7 @@ class MultiHeadAttention(nn.Module):
 
         `positions` are those of the keys, `[S]` or `[B, S]`; from 0 on by default.
         """
-        return self._placed(self.key(memory), positions), self.value(memory)
+        return self._rotated(self.key(memory), positions), self.value(memory)
 
     def __call__(
         self, x: jax.Array, key_value: tuple[jax.Array, jax.Array], **options: Any
@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
             options["dropout_rate"] = self.dropout
             options["dropout_rng"] = self.make_rng("dropout")
         kernel = ATTENTION[self.attention].kernel
-        return self.out(kernel(self._placed(self.query(x)), *key_value, **options))
+        return self.out(kernel(self._rotated(self.query(x)), *key_value, **options))
 
     def step(
         self, x: jax.Array, cache: PyTree, **options: Any
@@ -158,12 +158,12 @@ class MultiHeadAttention(nn.Module):
         """
         positions = cache.position[:, None]
         key, value = self.project(x, positions)
-        query = self._placed(self.query(x), positions)
+        query = self._rotated(self.query(x), positions)
         step = ATTENTION[self.attention].step
         attended, cache = step(query, key, value, cache, **options)
         return self.out(attended), cache
 
-    def _placed(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def _rotated(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys `[B, T, N, H]` as they stand at these positions."""
         if not self.rotary:
             return x
@@ -326,7 +326,7 @@ class Tower(nn.Module):
         fields = self.block_fields
         if fields["positions"] == "alibi":
             heads = fields["heads"]
-            # Slopes between those of the heads: both directions alike would be blind.
+            # Other slopes than behind: alike, the two directions could not be told apart.
             ahead = alibi_slopes(2 * heads)[::2] if self.BIDIRECTIONAL else None
             return Alibi(alibi_slopes(heads), ahead)
         if fields["positions"] == "t5":

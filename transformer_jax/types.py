@@ -5,7 +5,8 @@ Axis letters, in shapes and in einsum strings:
     B  batch (examples)          N  query heads          D  model width
     T  query or target length    K  key/value heads      F  feed-forward width
     S  key or source length      H  head width           V  vocabulary
-    L  layers                    M  decoded rows (B times beam)
+    L  layers                    M  decoded rows (B W)     W  slots of a beam
+    n  hypotheses of a row
 """
 
 from typing import Any, NamedTuple

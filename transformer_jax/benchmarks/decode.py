@@ -17,7 +17,6 @@ from transformer_jax.benchmarks import peers, timing
 from transformer_jax.benchmarks.lengths import fit_end
 from transformer_jax.benchmarks.marian import make_marian
 from transformer_jax.benchmarks.ours import JaxDecoder
-from transformer_jax.benchmarks.peers import Decoding
 from transformer_jax.benchmarks.report import machine, say, say_row
 from transformer_jax.benchmarks.shape import (
     Shape,
@@ -26,14 +25,16 @@ from transformer_jax.benchmarks.shape import (
     parse_depth,
     setting,
 )
+from transformer_jax.benchmarks.timing import Decoding
 from transformer_jax.config import ModelConfig
 from transformer_jax.models import build_model
+from transformer_jax.run_directory import one_line
 from transformer_jax.training import count_parameters
 
 LENGTHS = ("fixed", "natural")
 COLUMNS = (
     *("lengths", "strategy", "batch", "depth", "system", "p50_ms", "p95_ms"),
-    *("tokens_per_second", "mean_length", "same_outputs", "ours_over_it"),
+    *("tokens_per_second", "mean_length", "same_outputs", "speedup"),
 )
 # A larger batch must raise the throughput by this factor to be worth a larger one yet.
 WORTH = 1.02
@@ -50,7 +51,7 @@ class Settings(Shape):
     depths: tuple[str, ...] = setting(("6-6", "12-1"), "Encoder-decoder layers.")
     batches: tuple[int, ...] = setting((1, 8, 32), "Batch sizes.")
     largest: tuple[int, ...] = setting(
-        (64, 128, 256), "Batches to try, rising, for the largest that pays (S_max)."
+        (64, 128, 256), "Batches to try, rising, for the largest that pays."
     )
     beam: int = setting(4, "Beam size, beside greedy.", low=2)
     lengths: tuple[str, ...] = setting(
@@ -166,7 +167,7 @@ class Bench:
 
     def largest_batch(self, key: Key, case: Case) -> int:
         """Climb while a larger batch raises the throughput and fits in memory."""
-        best, best_rate = self._settings.largest[0], 0.0
+        best, best_rate = max(self._settings.batches), 0.0
         for batch in self._settings.largest:
             try:
                 decoding = self.prepare(key, case, batch, 0)
@@ -174,7 +175,7 @@ class Bench:
                 start = time.perf_counter()
                 outputs = decoding.outputs(decoding.call())
             except (MemoryError, RuntimeError) as error:
-                say(f"batch {batch} of {' '.join(key)}: {type(error).__name__}")
+                say(f"batch {batch} of {' '.join(key)}: {one_line(error)}")
                 break
             seconds = time.perf_counter() - start
             rate = sum(map(self._written, outputs)) / seconds
@@ -231,7 +232,7 @@ class Bench:
         ours = (depth, "jax")
         if name != "jax" and ours in measured:
             result["same_outputs"] = _same(outputs[key], outputs[ours])
-            result["ours_over_it"] = timing.ratio(measured[ours], measured[key])
+            result["speedup"] = timing.ratio(measured[ours], measured[key])
         return result
 
     def compilations(self) -> dict[str, Any]:

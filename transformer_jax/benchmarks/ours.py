@@ -1,7 +1,6 @@
 """Our own systems, as the benchmarks call them: compiled once a shape."""
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.benchmarks import cost
-from transformer_jax.benchmarks.peers import Decoding
 from transformer_jax.benchmarks.shape import Sources, Symbols
+from transformer_jax.benchmarks.timing import Decoding
 from transformer_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from transformer_jax.data import Bucket
 from transformer_jax.decoding import Hypotheses, beam_search, greedy
@@ -122,7 +121,7 @@ class JaxTrainer:
         self._state = state._replace(params=params)
         loss = training_loss(model, symbols, optimization)
         self._step = make_train_step(loss, optimizer)
-        self.compile_seconds = math.nan
+        self.compile_seconds = 0.0
 
     def prepare(self, batch: Batch) -> Callable[[], float]:
         """Return the call that makes one update."""

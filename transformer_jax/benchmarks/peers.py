@@ -5,19 +5,20 @@ All of them hold a MarianMT with our weights (`marian.make_marian`) and run on C
 
 import contextlib
 import importlib.util
-import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from transformer_jax.benchmarks.marian import NEVER
+from transformer_jax.benchmarks.report import cores
 from transformer_jax.benchmarks.shape import Sources, Symbols
+from transformer_jax.benchmarks.timing import Decoding
 
-REMEDY = 'pip install "transformer-jax[bench]"'
+REMEDY = 'pip install "transformer-jax[bench]" (in a checkout: -e ".[bench]")'
 PACKAGES = {
     "jax": (),
     "transformers": ("torch", "transformers"),
@@ -37,23 +38,6 @@ def why_missing(system: str) -> str | None:
     if packages and jax.default_backend() != "cpu":
         return f"{system}: measured on CPUs only, here is {jax.default_backend()}"
     return None
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-class Decoding(NamedTuple):
-    """One prepared call.
-
-    Attributes:
-        call: what is timed.
-        outputs: what it returned -> token ids of each row, without END.
-    """
-
-    call: Callable[[], Any]
-    outputs: Callable[[Any], list[list[int]]]
 
 
 class TransformersDecoder:

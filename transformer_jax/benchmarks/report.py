@@ -40,11 +40,18 @@ def machine() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "device": jax.devices()[0].device_kind,
         "load_before": round(load, 2),
         "versions": versions,
     }
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
 """What benchmarks of models share: the model's shape, its vocabulary, drawn sources."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -21,8 +21,6 @@ def setting(default: Any, help: str, **rule: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Settings of every benchmark of a model; each field is a flag."""
-
-    SYSTEMS: ClassVar[tuple[str, ...]] = ()
 
     width: int = setting(512, "Model width D.")
     heads: int = setting(8, "Attention heads.")

@@ -21,6 +21,18 @@ class Job(NamedTuple):
     count: Callable[[Any], int]
 
 
+class Decoding(NamedTuple):
+    """One prepared call.
+
+    Attributes:
+        call: what is timed.
+        outputs: what it returned -> token ids of each row, without END.
+    """
+
+    call: Callable[[], Any]
+    outputs: Callable[[Any], list[list[int]]]
+
+
 class Measured(NamedTuple):
     """What one system took.
 

@@ -37,7 +37,13 @@ def define_flags(values: flags.FlagValues, argv: list[str]) -> None:
     if name not in BENCHMARKS:
         known = " or ".join(f"bench {each}" for each in BENCHMARKS)
         raise ConfigError(f"{name or 'nothing'!r} is no benchmark: say {known}")
-    flags.DEFINE_string("benchmark", name, "", flag_values=values)
+    flags.DEFINE_string("benchmark", name, "Its name, said first.", flag_values=values)
+    flags.register_validator(
+        "benchmark",
+        lambda value: value == name,
+        message=f"it is named first: bench {name}",
+        flag_values=values,
+    )
     for item in dataclasses.fields(BENCHMARKS[name].Settings):
         default, help_text = item.default, item.metadata["help"]
         if isinstance(default, tuple):

@@ -42,19 +42,19 @@ class _Setup(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State after `time` steps. A row has K slots, each live, ended or empty."""
+    """State after `time` steps. A row has W slots, each live, ended or empty."""
 
     time: jax.Array  # int32 [], steps taken so far
-    token: jax.Array  # int32 [B, K], the last token, input of the next step
-    tokens: jax.Array  # int32 [B, K, T], PAD where nothing is written
-    lengths: jax.Array  # int32 [B, K], tokens before END; grows until END
-    sums: jax.Array  # float32 [B, K], log-probabilities summed; -inf in empty slots
-    ended: jax.Array  # bool [B, K], END has come: the slot never changes again
+    token: jax.Array  # int32 [B, W], the last token, input of the next step
+    tokens: jax.Array  # int32 [B, W, T], PAD where nothing is written
+    lengths: jax.Array  # int32 [B, W], tokens before END; grows until END
+    sums: jax.Array  # float32 [B, W], log-probabilities summed; -inf in empty slots
+    ended: jax.Array  # bool [B, W], END has come: the slot never changes again
     finished: jax.Array  # bool [B], nothing that is live can change the result
-    cache: PyTree  # leaves [B * K, ...]
+    cache: PyTree  # leaves [B * W, ...]
 
     def live(self) -> jax.Array:
-        """Mark the slots whose prefixes can be continued, `[B, K]`."""
+        """Mark the slots whose prefixes can be continued, `[B, W]`."""
         return ~self.ended & (self.sums > -jnp.inf)
 
 
@@ -217,14 +217,14 @@ def _advance(setup: _Setup, step_fn: StepFunction, state: _State) -> _State:
 
 def _best_continuations(
     setup: _Setup, logits: Float[Array, "M V"], state: _State
-) -> tuple[Float[Array, "B K"], Int[Array, "B K"], Int[Array, "B K"]]:
-    """The K largest sums over all live prefixes and tokens, best first.
+) -> tuple[Float[Array, "B W"], Int[Array, "B W"], Int[Array, "B W"]]:
+    """The W largest sums over all live prefixes and tokens, best first.
 
     Returns sums, slots of the prefixes and tokens; sums of -inf stand for none. Of
     equal ones the lower slot comes first, then the lower token.
     """
     rows, beam_size = state.sums.shape
-    # No more than K continuations of one prefix can be among the K best.
+    # No more than W continuations of one prefix can be among the W best.
     width = min(beam_size, logits.shape[1])
     token = jax.lax.top_k(logits.astype(jnp.float32), width)[1]
     gains = log_probability(logits, token)
@@ -267,17 +267,17 @@ def _hypotheses(setup: _Setup, final: _State) -> Hypotheses:
     )
 
 
-def _take(array: Array, slots: Int[Array, "B K"]) -> Array:
-    """Gather slots within each row: `[B, K, ...]` by `[B, K]`."""
+def _take(array: Array, slots: Int[Array, "B W"]) -> Array:
+    """Gather slots within each row: `[B, W, ...]` by `[B, W]`."""
     slots = slots.reshape(slots.shape + (1,) * (array.ndim - 2))
     return jnp.take_along_axis(array, slots, axis=1)
 
 
-def _at(tokens: Int[Array, "B K T"], time: Int[Array, ""]) -> Int[Array, "B K"]:
+def _at(tokens: Int[Array, "B W T"], time: Int[Array, ""]) -> Int[Array, "B W"]:
     return jax.lax.dynamic_index_in_dim(tokens, time, axis=2, keepdims=False)
 
 
-def _reordered(cache: PyTree, parents: Int[Array, "B K"]) -> PyTree:
+def _reordered(cache: PyTree, parents: Int[Array, "B W"]) -> PyTree:
     """Give every slot its prefix's cache: one gather with one index."""
     rows, beam_size = parents.shape
     if beam_size == 1:
