@@ -19,7 +19,7 @@ LEVELS = (
         *("patterns", "masks", "positions", "attention"),
         *("lattice", "losses", "decoding"),
     ),
-    ("layers", "frontends", "encoder", "decoder", "models"),
+    ("layers", "stacks", "frontends", "encoder", "decoder", "models"),
     ("corruption", "objectives"),
     (
         *("run_directory", "data", "metrics", "sharding", "optimizers"),

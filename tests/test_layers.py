@@ -1,18 +1,16 @@
-"""Layers against NumPy; stacks against each other."""
+"""Layers against NumPy."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from trees import named
+from trees import perturbed
 
-from transformer_jax.encoder import EncoderBlock
 from transformer_jax.layers import (
     Dropout,
     FeedForward,
     MultiHeadAttention,
-    Stack,
     make_norm,
     residual,
 )
@@ -21,28 +19,6 @@ B, T, D, F, HEADS, H = 2, 5, 6, 7, 3, 4
 DRAW = np.random.default_rng(0)
 X = jnp.asarray(DRAW.normal(size=(B, T, D)), jnp.float32)
 LENGTHS = jnp.array([5, 3])
-FIELDS = {
-    "width": D,
-    "heads": HEADS,
-    "kv_heads": HEADS,
-    "head_width": H,
-    "hidden": F,
-    "activation": "relu",
-    "norm": "layer",
-    "norm_position": "pre",
-    "dropout": 0.5,
-    "attention_dropout": 0.0,
-    "positions": "none",
-    "dtype": jnp.float32,
-}
-
-
-def perturbed(params):
-    """Every parameter away from its usual zeros and ones."""
-    leaves, tree = jax.tree.flatten(nn.unbox(params))
-    draw = np.random.default_rng(1)
-    noisy = [leaf + 0.3 * draw.normal(size=leaf.shape) for leaf in leaves]
-    return jax.tree.unflatten(tree, jax.tree.map(jnp.float32, noisy))
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -125,54 +101,3 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     dropped = layer.apply({}, ones, rngs={"dropout": jax.random.key(0)})
     np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
     np.testing.assert_allclose(dropped.mean(), 1, atol=0.02)
-
-
-def run_stack(params, *, scan, remat="none", key=None):
-    stack = Stack(EncoderBlock, FIELDS, 3, scan, remat)
-
-    def total(params):
-        rngs = {} if key is None else {"dropout": key}
-        y, _ = stack.apply(
-            params, "__call__", X, None, LENGTHS, None, rngs=rngs, method="run"
-        )
-        return (y**2).sum(), y
-
-    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-
-@pytest.fixture(scope="module")
-def stack_params():
-    stack = Stack(EncoderBlock, FIELDS, 3, False, "none")
-    arguments = ("__call__", X, None, LENGTHS, None)
-    return perturbed(stack.init(jax.random.key(0), *arguments, method="run"))
-
-
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_scanned_layers_equal_unrolled_ones(stack_params, remat):
-    layers = [stack_params["params"][f"layers_{number}"] for number in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    (_, unrolled), gradient = run_stack(stack_params, scan=False)
-    (_, scanned), stacked_gradient = run_stack(
-        {"params": {"layers": stacked}}, scan=True, remat=remat
-    )
-    np.testing.assert_allclose(scanned, unrolled, rtol=1e-5, atol=1e-5)
-    for number in range(3):
-        mine = jax.tree.map(
-            lambda leaf, n=number: leaf[n], stacked_gradient["params"]["layers"]
-        )
-        theirs = gradient["params"][f"layers_{number}"]
-        for name, leaf in named(theirs).items():
-            np.testing.assert_allclose(
-                named(mine)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
-            )
-
-
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_drops_the_same_entries(stack_params, remat):
-    key = jax.random.key(7)
-    kept = run_stack(stack_params, scan=False, key=key)
-    again = run_stack(stack_params, scan=False, remat=remat, key=key)
-    for name, leaf in named(kept).items():
-        np.testing.assert_allclose(
-            named(again)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
-        )

@@ -1,5 +1,6 @@
 """Pytrees as tests look at them."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,3 +19,11 @@ def bits(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
+
+
+def perturbed(params):
+    """Return parameters away from their usual zeros and ones."""
+    leaves, tree = jax.tree.flatten(nn.unbox(params))
+    draw = np.random.default_rng(1)
+    noisy = [leaf + 0.3 * draw.normal(size=leaf.shape) for leaf in leaves]
+    return jax.tree.unflatten(tree, jax.tree.map(jnp.float32, noisy))

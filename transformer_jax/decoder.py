@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention import ATTENTION
-from transformer_jax.layers import Block, Dropout, Tower
+from transformer_jax.layers import Dropout
+from transformer_jax.stacks import Block, Tower
 from transformer_jax.types import PyTree
 
 

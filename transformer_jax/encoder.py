@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from transformer_jax.layers import Block, Dropout, Tower
+from transformer_jax.layers import Dropout
+from transformer_jax.stacks import Block, Tower
 
 
 class EncoderBlock(Block):
