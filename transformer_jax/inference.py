@@ -15,6 +15,7 @@ from transformer_jax.objectives import check_nbest
 from transformer_jax.runs import Run
 from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import abstract_params
+from transformer_jax.types import PyTree
 
 
 class Hypothesis(NamedTuple):
@@ -71,6 +72,11 @@ class TrainedModel:
     def config(self) -> DecodeConfig:
         """How to decode."""
         return self.run.config.decode
+
+    @property
+    def params(self) -> PyTree:
+        """Its parameters."""
+        return self.generator.params
 
     def decode(self, texts: Sequence[str], *, first: int = 0) -> list[Output]:
         """Return one output for each text, in order, decoded in batches of one length.

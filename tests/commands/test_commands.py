@@ -85,7 +85,7 @@ def test_validation_loss_is_the_mean_over_all_symbols(trained):
     """Pair by pair from the saved parameters, in NumPy."""
     workdir = trained[0]
     run = open_run(workdir)
-    params, cache = load_model(run, step=60).generator.params, run.cache("validation")
+    params, cache = load_model(run, step=60).params, run.cache("validation")
     vocabulary = run.target_tokenizer.vocabulary
     owners = [cache.example_of(pair) for pair in range(cache.num_pairs)]
     source, lengths = cache.padded_sources(np.array(owners), 5, 0)
