@@ -169,7 +169,7 @@ def run(settings: Settings) -> dict[str, Any]:
         "settings": dataclasses.asdict(settings),
         "missing": bench.missing,
         "parameters": bench.parameters,
-        "compile_seconds": round(bench.ours.compile_seconds, 2),
+        "compile_seconds": bench.ours.compile_seconds,
         "gflops_per_step": round(flops / 1e9, 3),
         "peak_gflops_per_second": round(peak / 1e9, 2),
         "results": results,
