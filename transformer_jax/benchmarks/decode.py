@@ -173,12 +173,12 @@ class Bench:
                 decoding = self.prepare(key, case, batch, 0)
                 decoding.call()
                 start = time.perf_counter()
-                outputs = decoding.outputs(decoding.call())
+                result = decoding.call()
+                seconds = time.perf_counter() - start
             except (MemoryError, RuntimeError) as error:
                 say(f"batch {batch} of {' '.join(key)}: {one_line(error)}")
                 break
-            seconds = time.perf_counter() - start
-            rate = sum(map(self._written, outputs)) / seconds
+            rate = sum(map(self._written, decoding.outputs(result))) / seconds
             if rate < WORTH * best_rate:
                 break
             best, best_rate = batch, rate

@@ -128,7 +128,7 @@ class JaxTrainer:
         bucket = Bucket(batch.source.shape[1], batch.target.shape[1], len(batch.source))
         start = time.perf_counter()
         steps = compile_train_steps(self._step, self._state, [bucket], self._mesh)
-        self.compile_seconds = time.perf_counter() - start
+        self.compile_seconds = round(time.perf_counter() - start, 2)
         batch = jax.device_put(batch, batch_sharding(self._mesh))
 
         def call() -> float:

@@ -212,17 +212,23 @@ class TorchTrainer:
         )
 
 
+class _OverTime(BaseException):
+    """Passes through compilers, which take an Exception for a reason to give up."""
+
+
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
     """Raise TimeoutError in the main thread when the time is over."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took longer than {seconds} s")
+        raise _OverTime
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
+    except _OverTime:
+        raise TimeoutError(f"took longer than {seconds} s") from None
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

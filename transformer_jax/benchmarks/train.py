@@ -177,7 +177,7 @@ def _use_of_the_machine(bench: Bench, seconds: float, peak: float) -> dict[str, 
     """What one of our updates computes, how fast, and what compiling it took."""
     flops = bench.ours.flops(bench.batch)
     return {
-        "compile_seconds": round(bench.ours.compile_seconds, 2),
+        "compile_seconds": bench.ours.compile_seconds,
         "gflops_per_step": round(flops / 1e9, 3),
         "gflops_per_second": round(flops / seconds / 1e9, 2),
         "share_of_peak": round(flops / seconds / peak, 4),
