@@ -5,6 +5,10 @@ the split of CMUSphinx g2p-seq2seq (every 20th word validation, two of 20 test).
 Hardware: 2 CPU cores, about 8 minutes of training (4 epochs).
 Expected: 35.0 % WER, 8.7 % PER on the 12,606 test words, greedy.
 Command: bash launch/local.sh
+
+In full, `:full`: 26 epochs of a wider model, 75 minutes on 2 idle CPU cores.
+Expected: 29.3 % WER, 7.1 % PER, greedy; 29.1 % and 7.0 % with a beam of 4.
+Command: transformer-jax train --config=configs/cmudict.py:full --workdir=runs/full
 """
 
 import ml_collections

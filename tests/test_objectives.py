@@ -116,6 +116,16 @@ def test_sequences_beyond_the_position_table_are_refused(
     validate(config(positions, (8, 32) if section == "data" else 32))
 
 
+def test_what_a_saved_setting_must_become_is_said():
+    """A run that was configured for a beam can be decoded greedily."""
+    decode = DecodeConfig(strategy="beam_search", beam_size=8)
+    validate(Config(decode=decode))
+    greedy = dataclasses.replace(decode, strategy="greedy")
+    with pytest.raises(ConfigError, match=r"decode.beam_size does nothing .* to 4$"):
+        validate(Config(decode=greedy))
+    validate(Config(decode=dataclasses.replace(greedy, beam_size=4)))
+
+
 def choices(record, name):
     (item,) = (item for item in dataclasses.fields(record) if item.name == name)
     return {*item.metadata["choices"]}
