@@ -1,5 +1,6 @@
 """The decoder: masked self-attention, then cross-attention to the encoder's memory."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,7 @@ from transformer_jax.types import PyTree
 class DecoderBlock(Block):
     """Masked self-attention, cross-attention, feed-forward, each with Add & Norm."""
 
-    SCANNED: ClassVar[dict[str, int]] = {"__call__": 3, "project": 0, "step": 2}
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 3, "project": 1, "step": 1}
 
     def setup(self) -> None:
         self.self_attention = self.make_self_attention()
@@ -39,14 +40,22 @@ class DecoderBlock(Block):
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
         projected = self.cross_attention.project(memory)
-        return self._read_memory(x, projected, memory_lengths), scanned
 
-    def project(self, memory: jax.Array, scanned: None) -> tuple[jax.Array, PyTree]:
+        def attend_memory(y: jax.Array) -> jax.Array:
+            return self.cross_attention(
+                y, projected, key_value_seq_lengths=memory_lengths
+            )
+
+        return self._read_memory(x, attend_memory), scanned
+
+    def project(
+        self, memory: jax.Array, scanned: None, memory_lengths: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         """Project the memory once a source, for `step`."""
-        return memory, self.cross_attention.project(memory)
+        return memory, self.cross_attention.fill(memory, memory_lengths)
 
     def step(
-        self, x: jax.Array, scanned: PyTree, memory_lengths: jax.Array, bias: Any
+        self, x: jax.Array, scanned: PyTree, bias: Any
     ) -> tuple[jax.Array, PyTree]:
         """Map one new place `[M, 1, D]`; `scanned` is (cache, projected memory)."""
         cache, projected = scanned
@@ -58,19 +67,14 @@ class DecoderBlock(Block):
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
         # The rows of one source (its beam) read its memory as several queries do.
-        sources = memory_lengths.shape[0]
+        sources = jax.tree.leaves(projected)[0].shape[0]
         x = x.reshape(sources, -1, x.shape[-1])
-        x = self._read_memory(x, projected, memory_lengths)
+        x = self._read_memory(x, lambda y: self.cross_attention.read(y, projected))
         return x.reshape(-1, 1, x.shape[-1]), cache
 
     def _read_memory(
-        self, x: jax.Array, projected: PyTree, memory_lengths: jax.Array
+        self, x: jax.Array, attend_memory: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        def attend_memory(y: jax.Array) -> jax.Array:
-            return self.cross_attention(
-                y, projected, key_value_seq_lengths=memory_lengths
-            )
-
         x = self.add_and_norm(x, attend_memory, self.norms[1])
         return self.add_and_norm(x, self.feed_forward, self.norms[2])
 
@@ -88,19 +92,19 @@ class Decoder(Tower):
         x, _ = self.stack.run("__call__", x, None, memory, memory_lengths, self.bias())
         return self.normed(x)
 
-    def project(self, memory: jax.Array) -> PyTree:
-        """Return every layer's keys and values of the memory `[B, S, D]`."""
-        return self.stack.run("project", memory, None)[1]
+    def project(self, memory: jax.Array, memory_lengths: jax.Array) -> PyTree:
+        """Return what every layer reads of the memory `[B, S, D]`, for `step`."""
+        return self.stack.run("project", memory, None, memory_lengths)[1]
 
     def step(
-        self, x: jax.Array, caches: PyTree, projected: PyTree, memory_lengths: jax.Array
+        self, x: jax.Array, caches: PyTree, projected: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """Map the features of one new place `[M, 1, D]` to its states."""
         if self.scan:
             scanned = (caches, projected)
         else:
             scanned = tuple(zip(caches, projected, strict=True))
-        x, caches = self.stack.run("step", x, scanned, memory_lengths, self.bias())
+        x, caches = self.stack.run("step", x, scanned, self.bias())
         return self.normed(x), caches
 
     def init_cache(self, batch: int, max_length: int) -> PyTree:

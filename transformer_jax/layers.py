@@ -4,6 +4,7 @@ Dropout is active exactly when a `dropout` key is given to `apply`, so no module
 a "training" flag. Every parameter names its logical axes (`types.LOGICAL_AXES`).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,11 +60,31 @@ def make_projection(
         axis=tuple(range(-contract, 0)),
         use_bias=use_bias,
         dtype=dtype,
+        dot_general=_flat_dot_general,
         kernel_init=nn.with_logical_partitioning(_kernel_init, axes),
         bias_init=nn.with_logical_partitioning(
             nn.initializers.zeros_init(), axes[contract:]
         ),
     )
+
+
+def _flat_dot_general(
+    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any
+) -> jax.Array:
+    """The product of DenseGeneral on matrices: `[B, T, ...]` as `[B T, ...]`.
+
+    With two axes of rows XLA's CPU compiler transposes what comes back before it
+    multiplies, and takes its slower product for it.
+    """
+    contract = len(dimension_numbers[0][0])
+    rows, columns = x.shape[:-contract], kernel.shape[contract:]
+    product = jax.lax.dot_general(
+        x.reshape(math.prod(rows), -1),
+        kernel.reshape(-1, math.prod(columns)),
+        (((1,), (0,)), ((), ())),
+        **options,
+    )
+    return product.reshape(*rows, *columns)
 
 
 class FeedForward(nn.Module):
@@ -156,6 +177,14 @@ class MultiHeadAttention(nn.Module):
         step = ATTENTION[self.attention].step
         attended, cache = step(query, key, value, cache, **options)
         return self.out(attended), cache
+
+    def fill(self, memory: jax.Array, lengths: jax.Array) -> PyTree:
+        """Project `[B, S, D]` once, for `read`; rows hold `lengths` places `[B]`."""
+        return ATTENTION[self.attention].fill(*self.project(memory), lengths)
+
+    def read(self, x: jax.Array, filled: PyTree) -> jax.Array:
+        """Attend from `[B, T, D]` to what `fill` returned."""
+        return self.out(ATTENTION[self.attention].read(self.query(x), filled))
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys `[B, T, N, H]` as they stand at these positions."""

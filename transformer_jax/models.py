@@ -18,7 +18,7 @@ class Memory(NamedTuple):
     """What a decoder reads of a source.
 
     Attributes:
-        projected: every decoder layer's keys and values `[B, S, K, H]`.
+        projected: what every decoder layer reads; every leaf begins with B.
         lengths: int32 `[B]`.
     """
 
@@ -69,7 +69,7 @@ class Seq2Seq(nn.Module):
     def read(self, source: jax.Array, source_lengths: jax.Array) -> Memory:
         """Encode a source and project it for every decoder layer, once."""
         memory = self.encode(source, source_lengths)
-        return Memory(self.decoder.project(memory), source_lengths)
+        return Memory(self.decoder.project(memory, source_lengths), source_lengths)
 
     def step(
         self, tokens: jax.Array, cache: PyTree, memory: Memory
@@ -83,7 +83,7 @@ class Seq2Seq(nn.Module):
         """
         position, layers = cache
         x = self.target_frontend.at(tokens[:, None], position[:, None])
-        x, layers = self.decoder.step(x, layers, *memory)
+        x, layers = self.decoder.step(x, layers, memory.projected)
         return self._logits(x)[:, 0], (position + 1, layers)
 
     def init_cache(self, batch: int, max_length: int) -> PyTree:

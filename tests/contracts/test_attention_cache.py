@@ -69,6 +69,59 @@ def test_rows_stand_at_different_positions_and_overflow_alone(name):
     np.testing.assert_array_equal(after.position, [T + 1, 3])
 
 
+@pytest.mark.parametrize("lengths", [(T, 2), (0, T + 3)])
+@pytest.mark.parametrize("name", DECODING)
+def test_reading_a_filled_cache_equals_the_full_pass(name, lengths):
+    """Nor is anything read that stands behind the lengths."""
+    (query, key, value), bias = operands(), normal(1, N, 1, T)
+    lengths = jnp.array(lengths, jnp.int32)
+    whole = run(name, query, key, value, bias, scale=0.4, key_value_seq_lengths=lengths)
+    behind = (jnp.arange(T)[None] >= lengths[:, None])[:, :, None, None]
+    key, value = (jnp.where(behind, jnp.nan, array) for array in (key, value))
+    row = attention.ATTENTION[name]
+    cache = jax.jit(row.fill)(key, value, lengths)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(cache)} == {B}
+    output = jax.jit(row.read)(query, cache, bias=bias, scale=0.4)
+    np.testing.assert_allclose(output, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_what_a_pattern_hides_is_never_read(name):
+    """A key whose only reader is past poisons nothing that comes after."""
+    query, key, value = operands()
+    whole = run(name, query, key, value, is_causal=True, pattern=Band(0))
+    key, value = (array.at[:, 1].set(jnp.nan) for array in (key, value))
+    cache = fresh_cache(name, T, pattern=Band(0))
+    outputs, _ = decode(name, (query, key, value), cache)
+    np.testing.assert_allclose(outputs[:, 2:], whole[:, 2:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"query": normal(B, T, N, H + 1)}, ValueError, "head width differs"),
+        ({"query": jnp.zeros((B, T, N, H), jnp.bfloat16)}, TypeError, "one dtype"),
+        ({"bias": normal(1, N, 1, 3)}, ValueError, r"bias \(1, 6, 1, 3\)"),
+    ],
+)
+def test_wrong_read_is_refused(change, error, text):
+    row = attention.ATTENTION["dot_product"]
+    _, key, value = operands()
+    call = {"query": normal(B, T, N, H)}
+    call["cache"] = row.fill(key, value, jnp.full(B, T, jnp.int32))
+    with pytest.raises(error, match=text):
+        row.read(**(call | change))
+
+
+@pytest.mark.parametrize(
+    "lengths", [jnp.ones(B + 1, jnp.int32), jnp.ones(B), jnp.int32(1)]
+)
+def test_wrong_lengths_are_refused(lengths):
+    _, key, value = operands()
+    with pytest.raises(ValueError, match=r"lengths must be int32 \(2,\), not"):
+        attention.ATTENTION["dot_product"].fill(key, value, lengths)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [

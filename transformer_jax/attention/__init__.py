@@ -25,6 +25,8 @@ class AttentionKind(NamedTuple):
             initialiser) each, for a module to create.
         init_cache: makes an empty cache of `batch` rows and `max_length` positions.
         step: appends one position to the cache and attends from it.
+        fill: makes the cache of a whole sequence, to be read only.
+        read: attends to all that a cache holds.
     """
 
     kernel: Callable[..., Any]
@@ -32,6 +34,8 @@ class AttentionKind(NamedTuple):
     pieces: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
     init_cache: Callable[..., Any] | None
     step: Callable[..., Any] | None
+    fill: Callable[..., Any] | None
+    read: Callable[..., Any] | None
 
 
 ATTENTION: dict[str, AttentionKind] = {
@@ -54,5 +58,7 @@ ATTENTION: dict[str, AttentionKind] = {
         pieces=(),
         init_cache=cache.init_cache,
         step=cache.step,
+        fill=cache.fill,
+        read=cache.read,
     ),
 }

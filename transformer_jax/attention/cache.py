@@ -1,15 +1,21 @@
-"""Decoding with dense attention: keys and values of earlier positions are kept."""
+"""Decoding with dense attention: keys and values of earlier positions are kept.
+
+They stand as the products want them, heads before positions, and are zero where there
+is nothing: as `[B, S, K, H]` they would be masked and transposed anew in every step,
+which on a CPU costs more than the products.
+"""
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from transformer_jax.attention.dense import dot_product_attention
+from transformer_jax.attention import arguments, dense
 
 
 @functools.partial(
@@ -22,8 +28,8 @@ class Cache:
     """Keys and values so far; every leaf begins with B, so rows reorder by one gather.
 
     Attributes:
-        key: `[B, max_length, K, H]`, zero from `position` on.
-        value: `[B, max_length, K, V]`, likewise.
+        key: `[B, K, max_length, H]`, zero from `position` on.
+        value: `[B, K, max_length, V]`, likewise.
         position: int32 `[B]`, how many positions the row holds: the next one's index.
         pattern: static pattern or None; part of the tree's structure.
     """
@@ -71,13 +77,70 @@ def init_cache(
             "a cache needs rows, places, heads and a width, each at least 1, not "
             f"{(batch, max_length, kv_heads, head_width)}"
         )
-    shape = (batch, max_length, kv_heads)
+    shape = (batch, kv_heads, max_length)
     return Cache(
         key=jnp.zeros((*shape, head_width), dtype),
         value=jnp.zeros((*shape, value_width or head_width), dtype),
         position=jnp.zeros(batch, jnp.int32),
         pattern=pattern,
     )
+
+
+def fill(key: ArrayLike, value: ArrayLike, lengths: ArrayLike) -> Cache:
+    """Return the cache of a whole sequence that is only read, such as a memory.
+
+    Args:
+        key: `[B, S, K, H]`.
+        value: `[B, S, K, V]`.
+        lengths: int32 `[B]`; what stands behind is never read, even NaN.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, by name.
+    """
+    key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths)
+    # No query yet: the keys stand for it.
+    arguments.check_heads(key, key, value)
+    if lengths.shape != key.shape[:1] or lengths.dtype != jnp.int32:
+        raise ValueError(
+            f"lengths must be int32 {key.shape[:1]}, not {lengths.dtype} "
+            f"{lengths.shape}"
+        )
+    inside = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    inside = inside[:, None, :, None]
+    return Cache(
+        key=_kept(inside, key.swapaxes(1, 2)),
+        value=_kept(inside, value.swapaxes(1, 2)),
+        position=jnp.minimum(lengths, key.shape[1]),
+    )
+
+
+def read(
+    query: ArrayLike,
+    cache: Cache,
+    *,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+) -> Array:
+    """Attend to all that the rows of a cache hold; nothing is appended.
+
+    Equals `dot_product_attention` with `key_value_seq_lengths`: a row that holds
+    nothing gives 0.
+
+    Args:
+        query: `[B, T, N, H]`.
+        cache: what `fill` returned.
+        bias: array that broadcasts to `[B, N, T, S]`.
+        scale: as in `dot_product_attention`.
+
+    Returns:
+        `[B, T, N, V]`.
+
+    Raises:
+        ValueError, TypeError: a query or bias that does not fit the cache.
+    """
+    slots = jnp.arange(cache.key.shape[2], dtype=jnp.int32)
+    allowed = (slots[None, :] < cache.position[:, None])[:, None, None, :]
+    return _attend(jnp.asarray(query), cache.key, cache.value, bias, allowed, scale)
 
 
 def step(
@@ -115,20 +178,63 @@ def step(
     query, key, value = map(jnp.asarray, (query, key, value))
     _check_step(query, key, value, cache)
     position = cache.position
-    keys, values = (
+    after = Cache(
         _write(cache.key, key, position),
         _write(cache.value, value, position),
+        position + 1,
+        cache.pattern,
     )
-    slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    mask = (slots[None, :] <= position[:, None])[:, None, None, :]
+    keys, values = after.key, after.value
+    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    allowed = (slots[None, :] <= position[:, None])[:, None, None, :]
     if cache.pattern is not None:
-        mask = mask & _pattern_rows(cache, query.shape[2])
+        allowed = allowed & _pattern_rows(cache, query.shape[2])
+        live = dense.grouped(allowed, keys.shape[1]).any((2, 3))[..., None]
+        keys, values = _kept(live, keys), _kept(live, values)
     if callable(bias):
         bias = _bias_rows(bias, position, slots[None, :])
-    output = dot_product_attention(query, keys, values, bias, mask, scale=scale)
-    inside = (position < keys.shape[1])[:, None, None, None]
-    output = jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype))
-    return output, Cache(keys, values, position + 1, cache.pattern)
+    output = _attend(query, keys, values, bias, allowed, scale)
+    inside = (position < keys.shape[2])[:, None, None, None]
+    return jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype)), after
+
+
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None,
+    allowed: Bool[Array, "B n 1 S"],
+    scale: ArrayLike | None,
+) -> Array:
+    """Dense attention on `[B, K, S, H]` and `[B, K, S, V]`, as they are stored.
+
+    What no query may attend is zero there, so that only scores are masked.
+    """
+    query, *_, sizes = arguments.check_heads(
+        query, key.swapaxes(1, 2), value.swapaxes(1, 2)
+    )
+    B, T, N, H = query.shape
+    bias = arguments.check_bias(bias, sizes, 0)
+    scale = 1 / math.sqrt(H) if scale is None else scale
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    query = query.reshape(B, T, sizes.kv_heads, -1, H)
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", query, key, preferred_element_type=wide)
+    scores = scores * jnp.asarray(scale, wide)
+    if bias is not None:
+        scores = scores + dense.grouped(bias, sizes.kv_heads).astype(wide)
+    weights, _ = dense.softmax(scores, dense.grouped(allowed, sizes.kv_heads))
+    output = jnp.einsum(
+        "BKGTS,BKSH->BTKGH",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=wide,
+    )
+    return output.astype(query.dtype).reshape(B, T, N, -1)
+
+
+def _kept(condition: Array, array: Array) -> Array:
+    """The array where the condition holds, else 0."""
+    return jnp.where(condition, array, jnp.zeros((), array.dtype))
 
 
 def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
@@ -138,7 +244,7 @@ def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
             f"a step takes one query a row, [B, 1, N, H], not {query.shape}"
         )
     for name, new, kept in (("key", key, cache.key), ("value", value, cache.value)):
-        wanted = (kept.shape[0], 1, *kept.shape[2:])
+        wanted = (kept.shape[0], 1, kept.shape[1], kept.shape[3])
         if new.shape != wanted:
             raise ValueError(
                 f"{name} must be {wanted} to enter a cache of {kept.shape}, "
@@ -154,12 +260,12 @@ def _write(slots: Array, new: Array, position: Array) -> Array:
 
     A scatter costs half of a select over all slots on a CPU, and is done in place.
     """
-    return slots.at[position].set(new[0], mode="drop")
+    return slots.at[:, position].set(new[0], mode="drop")
 
 
 def _pattern_rows(cache: Cache, heads: int) -> Array:
     """Each row's row of the pattern, `[B, 1 or N, 1, max_length]`."""
-    length = cache.key.shape[1]
+    length = cache.key.shape[2]
     edges = jnp.asarray(cache.pattern.dense(length, length, num_heads=heads))
     edges = edges.reshape(-1, length, length)
     rows = jnp.take(edges, cache.position, axis=1, mode="clip")

@@ -177,7 +177,7 @@ def _attend(
     K = key.shape[2]
     query = query.reshape(B, T, K, N // K, H)
     if allowed is not None:
-        allowed = _grouped(allowed, K)
+        allowed = grouped(allowed, K)
         live_queries = _rows_first(allowed.any(4, keepdims=True))
         live_keys = _rows_first(allowed.any((2, 3), keepdims=True).swapaxes(3, 4))
         query = _select(live_queries, query)
@@ -186,10 +186,10 @@ def _attend(
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=wide)
     scores = scores * jnp.asarray(scale, wide)
     if bias is not None:
-        scores = scores + _grouped(bias, K).astype(wide)
-    weights, residual = _softmax(scores, allowed)
+        scores = scores + grouped(bias, K).astype(wide)
+    weights, residual = softmax(scores, allowed)
     if keep is not None:
-        weights = _select(_grouped(keep, K), weights)
+        weights = _select(grouped(keep, K), weights)
     output = jnp.einsum(
         "BKGTS,BSKH->BTKGH",
         weights.astype(value.dtype),
@@ -204,7 +204,7 @@ def _attend(
     return output.reshape(B, T, N, value.shape[-1]), residual.reshape(B, T, N)
 
 
-def _grouped(array: Any, kv_heads: int) -> Any:
+def grouped(array: Any, kv_heads: int) -> Any:
     """`[b, n, t, s]` as `[b, k, g, t, s]`, n being N or 1."""
     b, n, t, s = array.shape
     k = kv_heads if n > 1 else 1
@@ -224,7 +224,7 @@ def _select(condition: Array | np.ndarray, array: Array) -> Array:
 
 
 @jax.custom_jvp
-def _softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
+def softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
     """Softmax and log-sum-exp over the allowed places of the last axis.
 
     A row with none (or of -inf only) has the weights 0 and the log-sum-exp -inf. The
@@ -242,9 +242,9 @@ def _softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
     return powers / total, residual[..., 0]
 
 
-@_softmax.defjvp
+@softmax.defjvp
 def _softmax_jvp(primals: tuple, tangents: tuple) -> tuple:
-    weights, residual = _softmax(*primals)
+    weights, residual = softmax(*primals)
     change = weights * tangents[0]
     mean = change.sum(-1, keepdims=True)
     return (weights, residual), (change - weights * mean, mean[..., 0])
