@@ -4,6 +4,7 @@
 #   bash tests/run.sh [--slow] [arguments of pytest]
 #
 # --slow adds the tests of minutes and the big downloads. PYTHON names the Python to use.
+# A process a core, four at most, takes file after file, in order: neighbours share.
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -12,4 +13,5 @@ setup test
 
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --check --quiet .
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest \
+    --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

@@ -1,5 +1,7 @@
 """Stacks of blocks against each other: scanned, unrolled, with remat."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +28,15 @@ FIELDS = {
     "positions": "none",
     "dtype": jnp.float32,
 }
+LAYERS = 2
+SEED = 7
 
 
-def run_stack(params, *, scan, remat="none", key=None):
-    stack = Stack(EncoderBlock, FIELDS, 3, scan, remat)
+def run_stack(params, *, scan, remat="none", seed=None):
+    stack = Stack(EncoderBlock, FIELDS, LAYERS, scan, remat)
 
     def total(params):
-        rngs = {} if key is None else {"dropout": key}
+        rngs = {} if seed is None else {"dropout": jax.random.key(seed)}
         y, _ = stack.apply(
             params, "__call__", X, None, LENGTHS, None, rngs=rngs, method="run"
         )
@@ -41,23 +45,29 @@ def run_stack(params, *, scan, remat="none", key=None):
     return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
 
 
-@pytest.fixture(scope="module")
-def stack_params():
-    stack = Stack(EncoderBlock, FIELDS, 3, False, "none")
+@functools.cache
+def unrolled_params():
+    stack = Stack(EncoderBlock, FIELDS, LAYERS, False, "none")
     arguments = ("__call__", X, None, LENGTHS, None)
     return perturbed(stack.init(jax.random.key(0), *arguments, method="run"))
 
 
+@functools.cache
+def unrolled(seed=None):
+    """Sum and states, and the gradient: what the others must give as well."""
+    return run_stack(unrolled_params(), scan=False, seed=seed)
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_scanned_layers_equal_unrolled_ones(stack_params, remat):
-    layers = [stack_params["params"][f"layers_{number}"] for number in range(3)]
+def test_scanned_layers_equal_unrolled_ones(remat):
+    layers = [unrolled_params()["params"][f"layers_{n}"] for n in range(LAYERS)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    (_, unrolled), gradient = run_stack(stack_params, scan=False)
+    (_, expected), gradient = unrolled()
     (_, scanned), stacked_gradient = run_stack(
         {"params": {"layers": stacked}}, scan=True, remat=remat
     )
-    np.testing.assert_allclose(scanned, unrolled, rtol=1e-5, atol=1e-5)
-    for number in range(3):
+    np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
+    for number in range(LAYERS):
         mine = jax.tree.map(
             lambda leaf, n=number: leaf[n], stacked_gradient["params"]["layers"]
         )
@@ -69,11 +79,9 @@ def test_scanned_layers_equal_unrolled_ones(stack_params, remat):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_drops_the_same_entries(stack_params, remat):
-    key = jax.random.key(7)
-    kept = run_stack(stack_params, scan=False, key=key)
-    again = run_stack(stack_params, scan=False, remat=remat, key=key)
-    for name, leaf in named(kept).items():
+def test_remat_drops_the_same_entries(remat):
+    again = run_stack(unrolled_params(), scan=False, remat=remat, seed=SEED)
+    for name, leaf in named(unrolled(SEED)).items():
         np.testing.assert_allclose(
             named(again)[name], leaf, rtol=1e-4, atol=1e-3, err_msg=name
         )

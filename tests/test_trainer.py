@@ -28,6 +28,7 @@ from transformer_jax.training import abstract_state
 SETTINGS = {
     "data.bucket_lengths": "(8,)",
     "train.steps": 8,
+    "train.ema_decay": 0.6,
     "train.log_every": 1,
     "train.evaluate_every": 5,
     "train.save_every": 3,
@@ -124,6 +125,9 @@ def test_run_stopped_twice_equals_the_straight_one(data, straight, tmp_path):
     assert_same_end(tmp_path, straight)
     assert metrics_of(tmp_path) == metrics_of(straight)
     assert [step for step, _ in metrics_of(straight)] == [*range(1, 9)]
+    state = restored(straight).state
+    params, averages = (jax.tree.leaves(tree) for tree in (state.params, state.ema))
+    assert any(map(lambda one, other: bits(one) != bits(other), params, averages))
 
 
 def sending(function, number=1):
@@ -174,52 +178,26 @@ def test_stop_before_compiling_does_not_compile(data, tmp_path, monkeypatch):
     assert "compilations" not in called.err
 
 
-# What is saved besides parameters, AdamW's moments and the key.
-MORE = {"train.ema_decay": 0.6, "train.optimizer": "adafactor"}
-
-
-def test_adafactor_with_a_moving_average_goes_on_bit_for_bit(
-    data, tmp_path, monkeypatch
-):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    settings = {**MORE, "train.tensorboard": "true", "train.learning_rate": 0.05}
-    made = install(monkeypatch)
-    assert train(data, straight, **settings).code == 0
+def test_scalars_are_the_metrics_also_of_a_resumed_run(data, tmp_path, monkeypatch):
+    made, settings = install(monkeypatch), {"train.tensorboard": "true"}
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 4, signal.SIGTERM)
-        assert train(data, stopped, **settings).code == 75
-    called = train(data, stopped, **settings)
-    assert called.code == 0, called.err
-    assert "resuming at step 4" in called.err
-    assert_same_end(stopped, straight)
-    state = restored(straight).state
-    apart = [
-        bits(leaf) != bits(average)
-        for leaf, average in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(state.ema), strict=True
-        )
+        assert train(data, tmp_path, **settings).code == 75
+    assert train(data, tmp_path, **settings).code == 0
+    assert [each.settings["logdir"] for each in made] == [
+        str(tmp_path / "tensorboard")
+    ] * 2
+    assert [each.settings["purge_step"] for each in made] == [1, 5]
+    assert all(each.calls[-1] == "close" for each in made)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    expected = [
+        (name, value, report["step"])
+        for report in map(json.loads, lines)
+        for name, value in report.items()
+        if name != "step"
     ]
-    assert any(apart)
-    losses = [loss for _, loss in metrics_of(straight)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert_scalars_are_the_metrics(made, straight, stopped)
-
-
-def assert_scalars_are_the_metrics(made, straight, stopped):
-    whole, first, second = made
-    assert whole.settings["logdir"] == str(straight / "tensorboard")
-    assert [each.settings["purge_step"] for each in made] == [1, 1, 5]
-    for workdir, writers in ((straight, [whole]), (stopped, [first, second])):
-        assert all(each.calls[-1] == "close" for each in writers)
-        lines = (workdir / "metrics.jsonl").read_text().splitlines()
-        expected = [
-            (name, value, report["step"])
-            for report in map(json.loads, lines)
-            for name, value in report.items()
-            if name != "step"
-        ]
-        calls = [call for each in writers for call in each.calls]
-        assert [call for call in calls if isinstance(call, tuple)] == expected
+    calls = [call for each in made for call in each.calls]
+    assert [call for call in calls if isinstance(call, tuple)] == expected
 
 
 def wait_for(condition, process):
