@@ -7,7 +7,8 @@ Expected: 33.5 % WER, 8.2 % PER on the 12,606 test words, greedy. (Sinusoidal in
 rotary positions: 35.0 % and 8.7 %.)
 Command: bash launch/local.sh
 
-In full, `:full`: 28 epochs of a wider model, 75 minutes on 2 idle CPU cores.
+In full, `:full`: 28 epochs of a wider model, 107 minutes on 2 CPU cores beside other
+work.
 Expected: 29.3 % WER, 7.1 % PER, greedy; 29.0 % and 7.0 % with a beam of 4.
 Command: transformer-jax train --config=configs/cmudict.py:full --workdir=runs/full
 """

@@ -69,8 +69,8 @@ def test_row_of_the_table_is_complete(name):
     row = attention.ATTENTION[name]
     assert callable(row.kernel)
     assert row.capabilities <= WORDS
-    assert ("decode" in row.capabilities) == callable(row.init_cache)
-    assert ("decode" in row.capabilities) == callable(row.step)
+    for function in (row.init_cache, row.step, row.fill, row.read):
+        assert ("decode" in row.capabilities) == callable(function)
 
 
 # --- What the dense oracle shares with the outside world -------------------------

@@ -102,6 +102,7 @@ def test_what_a_pattern_hides_is_never_read(name):
         ({"query": normal(B, T, N, H + 1)}, ValueError, "head width differs"),
         ({"query": jnp.zeros((B, T, N, H), jnp.bfloat16)}, TypeError, "one dtype"),
         ({"bias": normal(1, N, 1, 3)}, ValueError, r"bias \(1, 6, 1, 3\)"),
+        ({"scale": normal(2)}, ValueError, r"scale must be one number.*\(2,\)"),
     ],
 )
 def test_wrong_read_is_refused(change, error, text):
@@ -114,11 +115,16 @@ def test_wrong_read_is_refused(change, error, text):
 
 
 @pytest.mark.parametrize(
-    "lengths", [jnp.ones(B + 1, jnp.int32), jnp.ones(B), jnp.int32(1)]
+    ("lengths", "error", "text"),
+    [
+        (jnp.ones(B + 1, jnp.int32), ValueError, r"lengths must be .*= \(2,\), not"),
+        (jnp.int32(1), ValueError, r"lengths must be .*= \(2,\), not \(\)"),
+        (jnp.ones(B), TypeError, "lengths must be integers, not float32"),
+    ],
 )
-def test_wrong_lengths_are_refused(lengths):
+def test_wrong_lengths_are_refused(lengths, error, text):
     _, key, value = operands()
-    with pytest.raises(ValueError, match=r"lengths must be int32 \(2,\), not"):
+    with pytest.raises(error, match=text):
         attention.ATTENTION["dot_product"].fill(key, value, lengths)
 
 
@@ -138,6 +144,7 @@ def test_wrong_lengths_are_refused(lengths):
             "cache holds float32, but key is bfloat16",
         ),
         ({"bias": normal(1, N, 1, 3)}, ValueError, r"bias \(1, 6, 1, 3\)"),
+        ({"scale": normal(2)}, ValueError, r"scale must be one number.*\(2,\)"),
     ],
 )
 def test_wrong_step_is_refused(change, error, text):

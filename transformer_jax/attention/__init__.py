@@ -20,7 +20,7 @@ class AttentionKind(NamedTuple):
         capabilities: words for what it can do. causal: `is_causal`; cross: keys of
             another sequence; padding: lengths; segments, bias, dropout, residual: the
             arguments of that name; gqa: fewer key/value heads; exact_mask: any boolean
-            `mask`; decode: `init_cache` and `step`.
+            `mask`; decode: `init_cache`, `step`, `fill` and `read`.
         pieces: extra arrays that the kernel takes: (name, shape from sizes,
             initialiser) each, for a module to create.
         init_cache: makes an empty cache of `batch` rows and `max_length` positions.
@@ -34,8 +34,8 @@ class AttentionKind(NamedTuple):
     pieces: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
     init_cache: Callable[..., Any] | None
     step: Callable[..., Any] | None
-    fill: Callable[..., Any] | None
-    read: Callable[..., Any] | None
+    fill: Callable[..., Any] | None = None
+    read: Callable[..., Any] | None = None
 
 
 ATTENTION: dict[str, AttentionKind] = {

@@ -4,6 +4,7 @@ Every wrong shape or type ends in one line that names the argument and what it n
 """
 
 import functools
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -143,10 +144,12 @@ def merge_masks(
         rows, columns = _positions(sizes, query_offset)
         parts.append((columns <= rows)[None, None])
     if query_seq_lengths is not None:
-        lengths = _rows("query_seq_lengths", query_seq_lengths, (B,), sizes)
+        lengths = check_rows("query_seq_lengths", query_seq_lengths, (B,), sizes)
         parts.append(masks.length_mask(lengths, T)[:, None, :, None])
     if key_value_seq_lengths is not None:
-        lengths = _rows("key_value_seq_lengths", key_value_seq_lengths, (B,), sizes)
+        lengths = check_rows(
+            "key_value_seq_lengths", key_value_seq_lengths, (B,), sizes
+        )
         parts.append(masks.length_mask(lengths, S)[:, None, None, :])
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         raise ValueError(
@@ -154,11 +157,26 @@ def merge_masks(
             "(self-attention: the same ids twice)"
         )
     if query_segment_ids is not None:
-        query_ids = _rows("query_segment_ids", query_segment_ids, (B, T), sizes)
-        key_ids = _rows("key_value_segment_ids", key_value_segment_ids, (B, S), sizes)
+        query_ids = check_rows("query_segment_ids", query_segment_ids, (B, T), sizes)
+        key_ids = check_rows(
+            "key_value_segment_ids", key_value_segment_ids, (B, S), sizes
+        )
         parts.append(masks.segment_mask(query_ids, key_ids))
     parts.sort(key=lambda part: part.size)
     return functools.reduce(operator.and_, parts) if parts else None
+
+
+def check_scale(scale: ArrayLike | None, width: int) -> ArrayLike:
+    """Return the factor of the scores, 1 / sqrt(width) where none is given.
+
+    Raises:
+        ValueError: it is not one number.
+    """
+    if scale is None:
+        return 1 / math.sqrt(width)
+    if jnp.ndim(scale):
+        raise ValueError(f"scale must be one number, not of shape {jnp.shape(scale)}")
+    return scale
 
 
 def check_offset(query_offset: Any) -> int:
@@ -199,8 +217,13 @@ def _four_axes(name: str, array: Any, sizes: Sizes) -> Any:
     return array.reshape(shape)
 
 
-def _rows(name: str, values: ArrayLike, shape: tuple, sizes: Sizes) -> Array:
-    """Integers of exactly this shape; without a batch axis its 1 may be left out."""
+def check_rows(name: str, values: ArrayLike, shape: tuple, sizes: Sizes) -> Array:
+    """Return integers of exactly this shape; without a batch its 1 may be left out.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they have another shape.
+    """
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, not {values.dtype}")

@@ -7,7 +7,6 @@ which on a CPU costs more than the products.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool
 
+from transformer_jax import masks
 from transformer_jax.attention import arguments, dense
 
 
@@ -92,25 +92,19 @@ def fill(key: ArrayLike, value: ArrayLike, lengths: ArrayLike) -> Cache:
     Args:
         key: `[B, S, K, H]`.
         value: `[B, S, K, V]`.
-        lengths: int32 `[B]`; what stands behind is never read, even NaN.
+        lengths: integers `[B]`; what stands behind is never read, even NaN.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, by name.
     """
-    key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths)
     # No query yet: the keys stand for it.
-    arguments.check_heads(key, key, value)
-    if lengths.shape != key.shape[:1] or lengths.dtype != jnp.int32:
-        raise ValueError(
-            f"lengths must be int32 {key.shape[:1]}, not {lengths.dtype} "
-            f"{lengths.shape}"
-        )
-    inside = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    inside = inside[:, None, :, None]
+    key, _, value, sizes = arguments.check_heads(key, key, value)
+    lengths = arguments.check_rows("lengths", lengths, (sizes.batch,), sizes)
+    inside = masks.length_mask(lengths, sizes.key_length)[:, None, :, None]
     return Cache(
         key=_kept(inside, key.swapaxes(1, 2)),
         value=_kept(inside, value.swapaxes(1, 2)),
-        position=jnp.minimum(lengths, key.shape[1]),
+        position=jnp.minimum(lengths, sizes.key_length).astype(jnp.int32),
     )
 
 
@@ -138,8 +132,7 @@ def read(
     Raises:
         ValueError, TypeError: a query or bias that does not fit the cache.
     """
-    slots = jnp.arange(cache.key.shape[2], dtype=jnp.int32)
-    allowed = (slots[None, :] < cache.position[:, None])[:, None, None, :]
+    allowed = masks.length_mask(cache.position, cache.key.shape[2])[:, None, None]
     return _attend(jnp.asarray(query), cache.key, cache.value, bias, allowed, scale)
 
 
@@ -214,20 +207,15 @@ def _attend(
         query, key.swapaxes(1, 2), value.swapaxes(1, 2)
     )
     B, T, N, H = query.shape
-    bias = arguments.check_bias(bias, sizes, 0)
-    scale = 1 / math.sqrt(H) if scale is None else scale
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    query = query.reshape(B, T, sizes.kv_heads, -1, H)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", query, key, preferred_element_type=wide)
-    scores = scores * jnp.asarray(scale, wide)
-    if bias is not None:
-        scores = scores + dense.grouped(bias, sizes.kv_heads).astype(wide)
-    weights, _ = dense.softmax(scores, dense.grouped(allowed, sizes.kv_heads))
-    output = jnp.einsum(
-        "BKGTS,BKSH->BTKGH",
-        weights.astype(value.dtype),
+    K = sizes.kv_heads
+    output, _ = dense.weighted_mean(
+        query.reshape(B, T, K, N // K, H),
+        key,
         value,
-        preferred_element_type=wide,
+        arguments.check_bias(bias, sizes, 0),
+        dense.grouped(allowed, K),
+        arguments.check_scale(scale, H),
+        key_axes="BKS",
     )
     return output.astype(query.dtype).reshape(B, T, N, -1)
 

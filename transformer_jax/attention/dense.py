@@ -1,6 +1,5 @@
 """Dense attention: the oracle against which every other kernel is tested."""
 
-import math
 from typing import Any, SupportsIndex
 
 import jax
@@ -113,10 +112,7 @@ def dot_product_attention(
     keep = None
     if dropout_rate:
         keep = kept_edges(dropout_rng, dropout_rate, sizes, query_offset)
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
-    elif jnp.ndim(scale):
-        raise ValueError(f"scale must be one number, not of shape {jnp.shape(scale)}")
+    scale = arguments.check_scale(scale, query.shape[-1])
     output, residual = _attend(query, key, value, bias, allowed, scale, keep)
     if dropout_rate:
         output = output / (1.0 - dropout_rate)
@@ -172,7 +168,6 @@ def _attend(
     and its backward pass cost what attention without any masking costs, because the
     selects melt into the copies by which XLA prepares its batched products.
     """
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     B, T, N, H = query.shape
     K = key.shape[2]
     query = query.reshape(B, T, K, N // K, H)
@@ -183,25 +178,48 @@ def _attend(
         query = _select(live_queries, query)
         key = _select(live_keys[:, :, :, 0], key)
         value = _select(live_keys[:, :, :, 0], value)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=wide)
-    scores = scores * jnp.asarray(scale, wide)
-    if bias is not None:
-        scores = scores + grouped(bias, K).astype(wide)
-    weights, residual = softmax(scores, allowed)
-    if keep is not None:
-        weights = _select(grouped(keep, K), weights)
-    output = jnp.einsum(
-        "BKGTS,BSKH->BTKGH",
-        weights.astype(value.dtype),
-        value,
-        preferred_element_type=wide,
-    )
+    output, residual = weighted_mean(query, key, value, bias, allowed, scale, keep)
     residual = residual.transpose(0, 3, 1, 2)
     if allowed is not None:
         # Selected again, so that a dead row's cotangents, even NaN, end here.
         output = _select(live_queries, output)
         residual = jnp.where(live_queries[..., 0], residual, -jnp.inf)
     return output.reshape(B, T, N, value.shape[-1]), residual.reshape(B, T, N)
+
+
+def weighted_mean(
+    query: Float[Array, "B T K G H"],
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    allowed: Any,
+    scale: ArrayLike,
+    keep: Any = None,
+    *,
+    key_axes: str = "BSK",
+) -> tuple[Float[Array, "B T K G V"], Float[Array, "B K G T"]]:
+    """The products, and the softmax between them, of what may all be read.
+
+    `allowed` and `keep` stand as `grouped` returns them; `key_axes` says how key and
+    value stand before their last axis, BSK or BKS.
+    """
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    scores = jnp.einsum(
+        f"BTKGH,{key_axes}H->BKGTS", query, key, preferred_element_type=wide
+    )
+    scores = scores * jnp.asarray(scale, wide)
+    if bias is not None:
+        scores = scores + grouped(bias, query.shape[2]).astype(wide)
+    weights, residual = _softmax(scores, allowed)
+    if keep is not None:
+        weights = _select(grouped(keep, query.shape[2]), weights)
+    output = jnp.einsum(
+        f"BKGTS,{key_axes}V->BTKGV",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=wide,
+    )
+    return output, residual
 
 
 def grouped(array: Any, kv_heads: int) -> Any:
@@ -224,7 +242,7 @@ def _select(condition: Array | np.ndarray, array: Array) -> Array:
 
 
 @jax.custom_jvp
-def softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
+def _softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
     """Softmax and log-sum-exp over the allowed places of the last axis.
 
     A row with none (or of -inf only) has the weights 0 and the log-sum-exp -inf. The
@@ -242,9 +260,9 @@ def softmax(scores: Array, allowed: Any) -> tuple[Array, Array]:
     return powers / total, residual[..., 0]
 
 
-@softmax.defjvp
+@_softmax.defjvp
 def _softmax_jvp(primals: tuple, tangents: tuple) -> tuple:
-    weights, residual = softmax(*primals)
+    weights, residual = _softmax(*primals)
     change = weights * tangents[0]
     mean = change.sum(-1, keepdims=True)
     return (weights, residual), (change - weights * mean, mean[..., 0])
