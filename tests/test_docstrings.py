@@ -21,11 +21,13 @@ def test_examples_run(name):
     assert failed == 0
 
 
-def test_first_example_of_the_readme_runs():
+def test_examples_of_the_readme_run():
     text = (ROOT / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    assert "assert " in example
-    exec(example, {})
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        assert "assert " in example
+        exec(example, names)
+    assert "output" in names
 
 
 def test_wrong_example_fails(tmp_path, monkeypatch, capsys):

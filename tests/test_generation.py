@@ -85,14 +85,16 @@ class TestEveryStrategy:
         whole = generator(params, strategy, nbest=nbest, devices=8)
         wanted = whole(*batch)
         assert whole.compilations == 2
+        assert min(whole._lost.values()) > 0, "what larger batches cost is not counted"
         assert len({*np.asarray(wanted.lengths)[:, 0]}) > 3, "all end together"
         monkeypatch.setattr(Generator, "_pays", lambda *_: True)
         shrinking = generator(params, strategy, nbest=nbest, devices=8)
         found = shrinking(*batch)
         assert shrinking.compilations > 2, "no row left"
         assert found.tokens.shape == (ROWS, nbest, PLACES)
-        for mine, ours in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine, ours, rtol=1e-5)
+        np.testing.assert_allclose(found.scores, wanted.scores, rtol=1e-4)
+        for name in ("tokens", "lengths", "status"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
 
     def test_constraints_reach_the_search(self, strategy, params):
         source, lengths = batch_of(8)

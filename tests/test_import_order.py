@@ -27,7 +27,7 @@ LEVELS = (
         "visualize",
     ),
     (
-        *("saved_config", "vocabularies", "origins", "runs", "training", "reports"),
+        *("training", "saved_config", "vocabularies", "origins", "runs", "reports"),
         *("trainer", "generation", "inference"),
         *("benchmarks", "commands", "__main__"),
     ),

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import IO
 
+from transformer_jax import __version__
 from transformer_jax.commands import COMMANDS
+from transformer_jax.commands.help import help_of, summary_of
+from transformer_jax.config import remedy
 
 DONE, FAILED, REFUSED, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -25,10 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("--help", "-h", "help"):
         print(_usage())
         return DONE if arguments else REFUSED
+    if command == "--version":
+        print(f"transformer-jax {__version__}")
+        return DONE
     if command not in COMMANDS:
         return _complain(f"unknown command {command!r}\n{_usage()}", REFUSED)
     if {"--help", "-h", "-help"} & set(arguments):
-        print(_module(command).__doc__.strip())
+        print(help_of(command))
         return DONE
     if sys.stdout is None:
         return _complain(f"{command}: standard output is closed", REFUSED)
@@ -63,7 +69,18 @@ def _run(command: str, arguments: Sequence[str], output: IO[str]) -> int:
         return _complain(f"{command}: {error}", REFUSED)
     except PreemptedError as error:
         return _complain(f"{command}: {error}", PREEMPTED)
-    except (CheckpointError, NonFiniteLossError, InvalidText, OSError) as error:
+    except (CheckpointError, NonFiniteLossError, InvalidText) as error:
+        return _complain(f"{command}: {error}", FAILED)
+    except ImportError as error:
+        # Of the file system, when a path is opened.
+        if "gcsfs" not in str(error):
+            raise
+        hint = remedy("gcs")
+        return _complain(f"{command}: gs:// paths need gcsfs: {hint}", REFUSED)
+    except BrokenPipeError:
+        text = "nobody reads the standard output any more"
+        return _complain(f"{command}: {text}", FAILED)
+    except OSError as error:
         return _complain(f"{command}: {error}", FAILED)
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -99,9 +116,13 @@ def _standard_output() -> Iterator[IO[str]]:
 
 
 def _usage() -> str:
-    return (
-        f"usage: transformer-jax COMMAND --flags\ncommands: {', '.join(COMMANDS)}\n"
-        "transformer-jax COMMAND --help explains one"
+    lines = [f"  {command:10}{summary_of(command)}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: transformer-jax COMMAND --flags",
+            *lines,
+            "transformer-jax COMMAND --help explains one",
+        ]
     )
 
 

@@ -17,6 +17,14 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message names the field and the remedy."""
 
 
+def remedy(extra: str) -> str:
+    """Return the command that installs what an optional feature needs."""
+    return (
+        f'pip install "transformer-jax[{extra}]" (in a checkout: pip install -e '
+        f'".[{extra}]")'
+    )
+
+
 def _field(default: Any, **rule: Any) -> Any:
     """A field with its check: `low` and `high` are inclusive, `choices` are legal."""
     return dataclasses.field(default=default, metadata=rule)
@@ -178,7 +186,8 @@ class TrainConfig(_Checked):
         "none", choices=("none", "scheduled_sampling", "random_replacement")
     )
     corruption_choice: str = _field("argmax", choices=("argmax", "sample"))
-    # Share of right inputs: a decay over about `keep_scale` steps, down to the floor.
+    # Share of right inputs: a decay over about k = `keep_scale` steps (inverse_sigmoid
+    # is at one half after k ln k), down to the floor.
     keep_schedule: str = _field(
         "linear", choices=("constant", "linear", "exponential", "inverse_sigmoid")
     )

@@ -152,6 +152,14 @@ OPTIONS = {
 }
 
 
+# Optimizer -> the settings that it reads, of those that not all read.
+OPTIMIZER_OPTIONS = {
+    "adamw": ("beta1", "beta2"),
+    "adafactor": (),
+    "sgd": ("momentum",),
+}
+
+
 def validate(config: Config) -> None:
     """Refuse impossible pairings.
 
@@ -164,12 +172,18 @@ def validate(config: Config) -> None:
             f"train.objective must be one of {', '.join(OBJECTIVES)}, not "
             f"{config.train.objective!r}"
         )
+    if config.decode.strategy not in OPTIONS:
+        raise ConfigError(
+            f"decode.strategy must be one of {', '.join(OPTIONS)}, not "
+            f"{config.decode.strategy!r}"
+        )
     if config.decode.strategy not in objective.strategies:
         raise ConfigError(
             f"decode.strategy {config.decode.strategy!r} cannot decode the objective "
             f"{config.train.objective!r}: use {', '.join(objective.strategies)}"
         )
     _check_decoding(config.decode)
+    _check_optimizer(config.train)
     _check_corruption(config.train)
     _check_lengths(config)
 
@@ -212,6 +226,17 @@ def _check_decoding(config: DecodeConfig) -> None:
             f"decode.min_length={config.min_length} and an end do not fit in "
             f"decode.max_length={config.max_length}: change one"
         )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Refuse settings of another optimiser."""
+    for optimizer, options in OPTIMIZER_OPTIONS.items():
+        idle = set(options) - set(OPTIMIZER_OPTIONS[config.optimizer])
+        for name, default in _changed(config, idle).items():
+            raise ConfigError(
+                f"train.{name} does nothing with train.optimizer {config.optimizer!r}: "
+                f"use train.optimizer={optimizer}, or set it to {default!r}"
+            )
 
 
 def _check_corruption(config: TrainConfig) -> None:

@@ -30,8 +30,18 @@ class Origin(NamedTuple):
             ConfigError: those of the step have other shapes or types.
             CheckpointError: the checkpoint cannot be read.
         """
+        self.require_shapes_of(abstract_params)
         checkpoints = _checkpoints(self.workdir)
-        held = checkpoints.leaves(self.step)
+        return checkpoints.restore_params(abstract_params, step=self.step)
+
+    def require_shapes_of(self, abstract_params: PyTree) -> None:
+        """Refuse another model's parameters, before any array is read.
+
+        Raises:
+            ConfigError: those of the step have other shapes or types.
+            CheckpointError: the checkpoint cannot be read.
+        """
+        held = _checkpoints(self.workdir).leaves(self.step)
         wanted = describe({"params": abstract_params})
         if difference := first_difference(held, wanted, "params"):
             name, old, new = difference
@@ -39,7 +49,6 @@ class Origin(NamedTuple):
                 f"--init_from {self} holds {old} for {name}, but this model wants "
                 f"{new}: take the model's settings from {self.workdir}/{CONFIG_FILE}"
             )
-        return checkpoints.restore_params(abstract_params, step=self.step)
 
 
 def find_origin(text: str) -> Origin:

@@ -14,6 +14,7 @@ from transformer_jax.config import (
     Config,
     ConfigError,
     ModelConfig,
+    ParallelConfig,
     to_dict,
 )
 from transformer_jax.data import (
@@ -34,7 +35,9 @@ from transformer_jax.run_directory import (
     require_writable,
 )
 from transformer_jax.saved_config import read_config, read_record, write_config
+from transformer_jax.sharding import make_mesh
 from transformer_jax.tensorboard import require_tensorboard
+from transformer_jax.training import abstract_params
 from transformer_jax.vocabularies import (
     SIDES,
     build_tokenizers,
@@ -102,6 +105,11 @@ class Run:
                     target_tokenizer=self.target_tokenizer,
                 )
         except InvalidText as error:
+            if self.origin:
+                raise ConfigError(
+                    f"the vocabularies of --init_from {self.origin} cannot spell the "
+                    f"data: {error}: choose data that they can, or train from scratch"
+                ) from error
             raise ConfigError(
                 f"{self.workdir / 'vocabulary'} does not fit the data: {error}: "
                 "restore it, or choose another --workdir"
@@ -118,7 +126,13 @@ class Run:
         )
 
     def record(self) -> None:
-        """Write the configuration down, once nothing of it can be refused any more."""
+        """Write vocabularies and configuration, once nothing can be refused any more.
+
+        The configuration comes last: it makes the directory a run.
+        """
+        if not (self.workdir / CONFIG_FILE).exists():
+            tokenizers = self.source_tokenizer, self.target_tokenizer
+            save_tokenizers(tokenizers, self.workdir)
         begun = {"init_from": self.origin._asdict()} if self.origin else {}
         write_config(self.workdir, self.config, **begun)
 
@@ -180,23 +194,26 @@ def create_run(
         require_tensorboard(path)
     require_writable(path)
     origin = None
-    if (path / CONFIG_FILE).exists():
+    known = (path / CONFIG_FILE).exists()
+    begun = bool(Checkpoints(path / "checkpoints", read_only=True).steps())
+    if known:
         _require_same_settings(path, config, allowed_changes)
         tokenizers = load_tokenizers(path)
-        origin = _origin_of(path, init_from, vocabulary_hash(tokenizers))
+        origin = _origin_of(path, init_from, vocabulary_hash(tokenizers), begun)
     elif init_from:
         origin = find_origin(init_from)
         tokenizers = load_tokenizers(epath.Path(origin.workdir))
-        save_tokenizers(tokenizers, path)
     else:
         tokenizers = _new_tokenizers(config)
-        save_tokenizers(tokenizers, path)
     sizes = {
         f"{side}_vocab": tokenizer.vocabulary.size
         for side, tokenizer in zip(SIDES, tokenizers, strict=True)
     }
     config = dataclasses.replace(config, model=_fitted(config.model, sizes))
-    build_model(config.model)
+    model = build_model(config.model)
+    if origin and not begun:
+        mesh = make_mesh(ParallelConfig(data=1))
+        origin.require_shapes_of(abstract_params(model, mesh))
     return Run(path, config, *tokenizers, origin)
 
 
@@ -211,21 +228,39 @@ def _require_same_settings(
             "that was averaged"
         )
     saved, now = to_dict(read_config(path)), to_dict(config)
+    kept = _what_is_kept(saved["train"]), _what_is_kept(now["train"])
+    for name in [name for name in kept[0] if kept[0][name] != kept[1][name]]:
+        raise ConfigError(
+            f"train.{name} was {saved['train'][name]!r} and decides what a checkpoint "
+            "holds: set it back, or begin a new run with "
+            f"--init_from={path}"
+        )
     for settings in (saved, now):
         settings["model"] |= {f"{side}_vocab": 0 for side in SIDES}
     refuse_changes(saved, now, allowed)
 
 
-def _origin_of(path: epath.Path, init_from: str, vocabularies: str) -> Origin | None:
+def _what_is_kept(train: dict[str, Any]) -> dict[str, Any]:
+    """The settings that decide what a checkpoint holds, as far as they do."""
+    return {
+        "optimizer": train["optimizer"],
+        "momentum": train["optimizer"] == "sgd" and train["momentum"] > 0,
+        "ema_decay": train["ema_decay"] > 0,
+    }
+
+
+def _origin_of(
+    path: epath.Path, init_from: str, vocabularies: str, begun: bool
+) -> Origin | None:
     """Return what a run that exists began with, or begins with if it has not begun.
 
     Args:
         path: its working directory.
         init_from: what the flag says.
         vocabularies: hash of those in the directory.
+        begun: whether it has a checkpoint.
     """
     saved = read_record(path).get("init_from")
-    begun = bool(Checkpoints(path / "checkpoints", read_only=True).steps())
     if init_from and begun:
         text = f"going on with the run in {path}: --init_from is ignored"
         print(text, file=sys.stderr, flush=True)

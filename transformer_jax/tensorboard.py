@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, remedy
 from transformer_jax.run_directory import is_local
 
 
@@ -21,7 +21,7 @@ def require_tensorboard(workdir: Any) -> None:
     if importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
             "train.tensorboard needs a package that is missing: "
-            'pip install "transformer-jax[tensorboard]"'
+            + remedy("tensorboard")
         )
 
 

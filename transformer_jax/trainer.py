@@ -172,6 +172,8 @@ class Trainer:
 
     def _compile(self, state: TrainState) -> None:
         began = time.perf_counter()
+        count = len(self._plan.buckets) + len(self._validation.buckets)
+        self._progress.say(f"compiling {count} programs, which can take minutes")
         parts = self._model, self._run.target_tokenizer.vocabulary, self._config
         step = make_train_step(
             training_loss(*parts),

@@ -132,6 +132,7 @@ def test_average_of_a_run_with_a_moving_average_has_none(with_ema, tmp_path):
         (["--steps="], ["--steps", "1000,2000"]),
         (["--steps=60,,120"], ["--steps", "'60,,120'"]),
         (["--steps=60,60"], ["--steps", "different", "'60,60'"]),
+        (["--steps=60,060"], ["--steps", "different", "'60,060'"]),
     ],
 )
 def test_bad_choice_is_refused(trained, tmp_path, flags, words):
@@ -183,3 +184,13 @@ def test_other_data_does_not_matter(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(SOURCES, "backwards", BACKWARDS._replace(examples=gone))
     flags = [f"--workdir={trained[0]}", f"--output={tmp_path / 'new'}"]
     assert call("average", *flags, "--last=2").code == 0
+
+
+def test_what_a_failed_average_left_is_no_run(trained, tmp_path):
+    output = tmp_path / "new"
+    (output / "vocabulary").mkdir(parents=True)
+    (output / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir(parents=True)
+    flags = [f"--workdir={trained[0]}", f"--output={output}", "--last=1"]
+    called = call("average", *flags)
+    assert called.code == 0, called.err
+    assert_refused(call("average", *flags), f"--output {output} holds a run already")

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def test_changed_setting_is_accepted_by_name_or_section(data, copied, allowed):
     assert called.code == 0, called.err
     saved = json.loads((copied / "config.json").read_text())
     assert saved["config"]["train"]["learning_rate"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("optimizer", "sgd"), ("ema_decay", 0.9)]
+)
+def test_what_decides_what_is_kept_cannot_change(data, copied, setting, value):
+    """No flag is offered that could not help."""
+    changed = {**TRAINED, f"train.{setting}": value}
+    called = train(data, copied, "--allow_config_change=train", **changed)
+    complaint = assert_refused(called, f"train.{setting} was", f"--init_from={copied}")
+    assert "--allow_config_change" not in complaint
 
 
 def test_evaluate_counts_every_example_once(trained):
@@ -261,6 +273,25 @@ def test_reader_that_leaves_is_no_accident(trained):
         assert process.wait(60) == 1
     assert "Traceback" not in err
     assert "Exception ignored" not in err
+    assert err.splitlines()[-1].startswith("transformer-jax decode: ")
+
+
+@pytest.mark.parametrize("end", ["interrupt", "closed output"])
+def test_standard_input_that_stays_open_keeps_nobody(trained, end):
+    with started("decode", f"--workdir={trained[0]}") as process:
+        process.stdin.write(b"abc\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            process.stdout.close()
+            process.stdin.write(b"d\n")
+            process.stdin.flush()
+        # Blocks for ever if it waits for the end of its input: pytest ends it.
+        code, err = process.wait(60), process.stderr.read().decode()
+    assert code == (130 if end == "interrupt" else 1)
+    assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("transformer-jax decode: ")
 
 

@@ -18,6 +18,7 @@ from command_line import (
 )
 from toy import BACKWARDS, call, examples
 
+from transformer_jax import __version__
 from transformer_jax.commands import COMMANDS
 from transformer_jax.data import SOURCES
 from transformer_jax.inference import TrainedModel
@@ -27,10 +28,13 @@ from transformer_jax.run_directory import exclusive
 def test_usage_is_shown():
     assert call("--help").out.startswith("usage: transformer-jax COMMAND")
     assert call().code == 2
+    assert call("--version").out == f"transformer-jax {__version__}\n"
     for command in COMMANDS:
         called = call(command, "--help")
         assert called.code == 0
         assert called.out.startswith(f"transformer-jax {command}: ")
+        assert f"  {command:10}" in call("--help").out
+    assert "--config.train.steps=1000  (at least 1)" in call("train", "--help").out
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,12 @@ def test_usage_is_shown():
         (["train", "--config={tmp}/none.py", "--workdir={tmp}/run"], ["none.py"]),
         (["train", "--config={tmp}", "--workdir={tmp}/run"], ["{tmp}"]),
         (["train", "--config.train.steps=5", "{config}", "--workdir={tmp}/run"],
-         ["--config=", "first"]),
+         ["--config=FILE comes first"]),
+        (["train", "{config}", "--workdir={tmp}/run", "--steps=10"],
+         ["'steps'", "write --config.train.steps"]),
+        (["train", "--config={config_file}:huge", "--workdir={tmp}/run"], ["huge"]),
+        (["bench"], ["which benchmark?", "bench decode"]),
+        (["bench", "sleep"], ["'sleep' is no benchmark", "bench train"]),
         (["evaluate"], ["--workdir"]),
         (["evaluate", "--workdir="], ["--workdir"]),
         (["evaluate", "--workdir={tmp}"], ["{tmp}", "config.json is missing"]),
@@ -53,7 +62,8 @@ def test_usage_is_shown():
     ],
 )  # fmt: skip
 def test_bad_command_line_is_refused(arguments, words, tmp_path):
-    names = {"tmp": tmp_path, "config": f"--config={TOY}"}
+    real = ROOT / "configs" / "cmudict.py"
+    names = {"tmp": tmp_path, "config": f"--config={TOY}", "config_file": real}
     arguments = [argument.format(**names) for argument in arguments]
     assert_refused(call(*arguments), *(word.format(**names) for word in words))
     assert not (tmp_path / "run").exists()
@@ -81,6 +91,7 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
     ("setting", "value", "words"),
     [
         ("model.widht", 3, ["unknown setting 'widht' Did you mean", "width"]),
+        ("decode.nothing", 3, ["unknown setting 'nothing' (decode has alpha, beam_s"]),
         ("modle.width", 3, ["unknown setting", "modle", "model"]),
         ("model.width", "abc", ["model.width", "abc"]),
         ("model.width", 3.5, ["model.width", "3.5"]),
@@ -90,6 +101,7 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
         ("train.steps", 0, ["train.steps", "at least 1"]),
         ("train.objective", "guessing", ["train.objective", "autoregressive"]),
         ("train.optimizer", "magic", ["train.optimizer", "adamw"]),
+        ("train.momentum", 0.5, ["train.momentum does nothing", "optimizer=sgd"]),
         ("decode.strategy", "magic", ["decode.strategy", "greedy"]),
         ("train.corruption", "noise", ["train.corruption", "scheduled_sampling"]),
         ("train.keep_floor", 0.1, ["train.keep_floor does nothing", "'none'"]),
@@ -112,6 +124,7 @@ def test_bad_setting_is_refused(data, tmp_path, setting, value, words):
     [
         ("decode", ["--input=none.txt"], ["--input none.txt", "No such file"]),
         ("decode", [f"--input={ROOT}"], [f"--input {ROOT}", "directory"]),
+        ("decode", ["--input="], ["--input is empty"]),
         ("decode", ["words.txt"], ["'words.txt'"]),
         ("decode", ["--config.decode.rows=0"], ["decode.rows", "at least 1"]),
         ("decode", ["--config.decode.row=1"], ["row"]),

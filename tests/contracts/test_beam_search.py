@@ -1,5 +1,6 @@
 """What beam search promises, over penalties, beams, vocabularies and precisions."""
 
+import functools
 import itertools
 
 import jax
@@ -24,7 +25,7 @@ from decoding_oracle import (
 )
 from test_decoding import decode, start_of
 
-from transformer_jax.decoding import PIECES, Status, run_search
+from transformer_jax.decoding import PIECES, STRATEGIES, Status, run_search
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -191,6 +192,41 @@ def test_a_prefix_without_a_distribution_is_dropped_alone():
     assert [one.status for one in found] == [Status.OK, Status.ABSENT]
 
 
+@pytest.mark.parametrize("zeros", [(-0.0, 0.0), (0.0, -0.0)])
+def test_zeros_of_both_signs_tie(zeros):
+    """Then greedy, a beam of one and the narrowest sampling agree."""
+
+    def step(tokens, cache):
+        row = jnp.array([[*zeros, -1.0]])
+        return jnp.broadcast_to(row, (len(tokens), 3)), cache
+
+    start = jnp.zeros(1, jnp.int32)
+    settings = {"max_length": 3, "end_id": 2, "pad_id": 0}
+    keys = jax.random.split(jax.random.key(0), 1)
+    beam = {"beam_size": 1, "num_return": 1}
+    found = [
+        STRATEGIES["greedy"](step, (), start, **settings),
+        STRATEGIES["beam_search"](step, (), start, **beam, **settings),
+        STRATEGIES["sample"](step, (), start, keys, top_k=1, **settings),
+    ]
+    assert [one.tokens[0, 0].tolist() for one in found] == [[0, 0, 0]] * 3
+
+
+def test_a_cache_may_hold_keys():
+    """Any array with rows is a leaf."""
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def step(tokens, cache):
+        logits = jax.vmap(lambda key: jax.random.normal(key, (4,)))(cache)
+        return logits, cache
+
+    start = jnp.zeros(2, jnp.int32)
+    settings = {"beam_size": 2, "num_return": 1, "max_length": 3, "pad_id": 0}
+    search = functools.partial(STRATEGIES["beam_search"], step, end_id=3, **settings)
+    whole, alone = search(keys, start), search(keys[1:], start[1:])
+    np.testing.assert_array_equal(whole.tokens[1:], alone.tokens)
+
+
 def test_ties_go_to_the_lower_token():
     model = chain(((), {A: 0.5, B: 0.5}), *(((t,), {END: 0.5, A: 0.5}) for t in (A, B)))
     found = found_by(model, beam_size=3, num_return=2, max_length=2)
@@ -200,9 +236,12 @@ def test_ties_go_to_the_lower_token():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beam_size": 0, "num_return": 0}, "beam_size must be at least 1, not 0"),
-        ({"num_return": 5}, "num_return must lie between 1 and beam_size 4, not 5"),
-        ({"num_return": 0}, "num_return must lie between 1 and beam_size 4, not 0"),
+        (
+            {"beam_size": 0, "num_return": 0},
+            "beam_size must be an integer from 1 on, not 0",
+        ),
+        ({"num_return": 5}, "num_return must .* between 1 and beam_size 4, not 5"),
+        ({"num_return": 0}, "num_return must .* between 1 and beam_size 4, not 0"),
         ({"penalty": "gmnt"}, "penalty must be one of none, average, gnmt, not 'gmnt'"),
         ({"alpha": -0.5}, "alpha must not be negative or infinite: -0.5"),
         ({"alpha": float("nan")}, "alpha must not be negative or infinite: nan"),

@@ -155,9 +155,17 @@ class TestEveryStrategy:
 
     def test_no_place_is_refused(self, strategy):
         with pytest.raises(
-            ValueError, match="max_length counts END: it must be at least 1"
+            ValueError, match="max_length counts END: it must be an integer from 1 on"
         ):
             decode(strategy, random_model(5), max_length=0)
+
+    def test_no_rows_give_no_hypotheses(self, strategy):
+        cache = take_rows(random_model(5).cache, jnp.zeros(0, jnp.int32), 5)
+        found = decode(strategy, random_model(5), cache=cache)
+        best = SETTINGS[strategy].get("num_return", 1)
+        assert found.tokens.shape == (0, best, MAX_LENGTH)
+        again = take_rows(cache, jnp.zeros(0, jnp.int32), 0)
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(again)} == {0}
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_a_row_without_a_best_token_is_infeasible(self, strategy, bad):
@@ -212,6 +220,13 @@ class TestEveryStrategy:
         logits[..., [3, 5]] = -np.inf
         for mine, ours in zip(found, decode(strategy, Model(logits)), strict=True):
             np.testing.assert_array_equal(mine, ours)
+
+    @pytest.mark.parametrize("token", [-1, 7])
+    def test_what_the_model_has_not_cannot_be_forbidden(self, strategy, token):
+        model = random_model(10)
+        assert model.logits.shape[-1] == 7
+        with pytest.raises(ValueError, match=rf"must lie below 7, not \[3, {token}\]"):
+            decode(strategy, model, step_fn=forbid(step_fn, [3, token]))
 
     def test_no_output_is_shorter_than_the_least_length(self, strategy):
         model = random_model(11, end_bonus=4.0)

@@ -9,7 +9,7 @@ from decoding_oracle import BOS, END, Model, hypotheses_of, random_model, step_f
 from hypothesis import strategies as st
 from test_decoding import decode
 
-from transformer_jax.decoding import restrict, sample
+from transformer_jax.decoding import Status, restrict, sample
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(
     "settings",
     [
+        {"temperature": 1e-30, "top_p": None},
         {"temperature": 1e-4, "top_p": None},
         {"top_k": 1, "top_p": None},
         {"top_p": 1e-6},
@@ -92,6 +93,21 @@ def test_another_key_gives_another_output_and_every_step_a_new_draw():
     assert sum(len(set(tokens)) > 1 for tokens in first) > 45
 
 
+def test_the_hottest_sampling_draws_all_that_may_be():
+    """Nothing that is excluded, and nothing breaks."""
+
+    def step(tokens, cache):
+        row = jnp.array([[3.0, -jnp.inf, 1e9, -5.0]])
+        return jnp.broadcast_to(row, (len(tokens), 4)), cache
+
+    keys = jax.random.split(jax.random.key(0), 64)
+    settings = {"max_length": 2, "end_id": 3, "pad_id": 0, "temperature": 1e30}
+    found = sample(step, (), jnp.zeros(64, jnp.int32), keys, **settings)
+    assert not np.isin(found.status, [Status.INFEASIBLE]).any()
+    drawn = np.asarray(found.tokens)[np.asarray(found.lengths) > 0]
+    assert {*drawn.ravel().tolist()} == {0, 2}
+
+
 def test_a_key_for_every_row_is_wanted():
     model = random_model(1)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -103,9 +119,13 @@ def test_a_key_for_every_row_is_wanted():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be positive, not 0.0: greedy is its"),
-        ({"temperature": -1.0}, "temperature must be positive, not -1.0"),
-        ({"top_k": 0}, "top_k must be at least 1, not 0: None keeps all"),
+        (
+            {"temperature": 0.0},
+            "temperature must lie between .*, not 0.0: greedy is its",
+        ),
+        ({"temperature": -1.0}, "temperature must lie between .* not -1.0"),
+        ({"temperature": 1e-38}, "temperature must lie between .* not 1e-38"),
+        ({"top_k": 0}, "top_k must be an integer from 1 on, not 0: None keeps all"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], not 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], not 1.5"),
     ],

@@ -17,8 +17,8 @@ from transformer_jax.benchmarks.marian import NEVER
 from transformer_jax.benchmarks.report import cores
 from transformer_jax.benchmarks.shape import Sources, Symbols
 from transformer_jax.benchmarks.timing import Decoding
+from transformer_jax.config import remedy
 
-REMEDY = 'pip install "transformer-jax[bench]" (in a checkout: -e ".[bench]")'
 PACKAGES = {
     "jax": (),
     "transformers": ("torch", "transformers"),
@@ -34,7 +34,7 @@ def why_missing(system: str) -> str | None:
     packages = PACKAGES[system]
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
-        return f"{system}: {' and '.join(absent)} not installed: {REMEDY}"
+        return f"{system}: {' and '.join(absent)} not installed: {remedy('bench')}"
     if packages and jax.default_backend() != "cpu":
         return f"{system}: measured on CPUs only, here is {jax.default_backend()}"
     return None

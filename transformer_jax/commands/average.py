@@ -62,11 +62,7 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     checkpoints = opened.checkpoints(read_only=True)
     steps = _choose(values, checkpoints)
     output = epath.Path(values.output).expanduser()
-    for name in (CONFIG_FILE, "vocabulary", "checkpoints"):
-        if (output / name).exists():
-            raise ConfigError(
-                f"--output {output} holds a run already ({name}): choose another one"
-            )
+    _require_no_run(output)
     _require_one_shape(checkpoints, steps)
     require_writable(output, flag="--output")
     params, metadata = _average(opened, checkpoints, steps)
@@ -78,6 +74,13 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     write_config(output, opened.config, average=of)
     parameters = count_parameters(params)
     return {"step": steps[-1], "steps": steps, "parameters": parameters}
+
+
+def _require_no_run(output: epath.Path) -> None:
+    """Refuse to overwrite; what a failed average left behind is no run."""
+    held = Checkpoints(output / "checkpoints", read_only=True).steps()
+    if (output / CONFIG_FILE).exists() or held:
+        raise ConfigError(f"--output {output} holds a run already: choose another one")
 
 
 def _settings(workdir: str) -> Config:
@@ -117,11 +120,11 @@ def _choose(values: flags.FlagValues, checkpoints: Checkpoints) -> list[int]:
 
 def _named(text: str, there: Sequence[int], checkpoints: Checkpoints) -> list[int]:
     names = text.split(",")
-    if not all(name.isdecimal() for name in names) or len({*names}) < len(names):
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    if len({*steps}) < len(names):
         raise ConfigError(
             f"--steps must be different steps, such as 1000,2000, not {text!r}"
         )
-    steps = sorted(map(int, names))
     if missing := [step for step in steps if step not in there]:
         raise ConfigError(
             f"{checkpoints.directory} has no step {missing[0]}: it has {there}"

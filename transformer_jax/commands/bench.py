@@ -1,14 +1,16 @@
 """transformer-jax bench: speed, beside other systems, measured in turn in one run.
 
   transformer-jax bench decode [--batches=1,8,32] [--depths=6-6,12-1] [--beam=4]
-      [--systems=jax,transformers,ctranslate2,ctranslate2-int8] [--lengths=fixed]
+      [--systems=jax,transformers,ctranslate2,ctranslate2-int8]
+      [--lengths=fixed,natural] [--largest=64,128,256]
   transformer-jax bench train [--rows=32] [--systems=jax,torch,torch-compile]
+      [--depth=6-6] [--dropout=0.1] [--compile_seconds=900]
 
 Both take --width, --heads, --feed_forward, --vocabulary, --source_length,
---target_length, --rounds, --seconds and --seed. Weights are drawn by chance, the same
-in all systems. Others are measured if `pip install "transformer-jax[bench]"` has put
-them there; what is missing is said. A table goes to standard error, all numbers to the
-JSON line. The machine should be idle.
+--target_length, --rounds, --seconds, --pause and --seed. Weights are drawn by chance,
+the same in all systems. Others are measured if `pip install "transformer-jax[bench]"`
+has put them there; what is missing is said. A table goes to standard error, all numbers
+to the JSON line. The machine should be idle.
 """
 
 import dataclasses
@@ -36,7 +38,8 @@ def define_flags(values: flags.FlagValues, argv: list[str]) -> None:
     name = argv.pop(1) if argv[1:] and not argv[1].startswith("-") else None
     if name not in BENCHMARKS:
         known = " or ".join(f"bench {each}" for each in BENCHMARKS)
-        raise ConfigError(f"{name or 'nothing'!r} is no benchmark: say {known}")
+        what = f"{name!r} is no benchmark" if name else "which benchmark?"
+        raise ConfigError(f"{what}: say {known}")
     flags.DEFINE_string("benchmark", name, "Its name, said first.", flag_values=values)
     flags.register_validator(
         "benchmark",

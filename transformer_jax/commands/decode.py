@@ -39,6 +39,8 @@ from transformer_jax.runs import open_run
 
 # Lines decoded together at most; enough to fill batches of every length.
 LINES = 4096
+# Bytes asked for at once.
+CHUNK = 1 << 16
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -73,12 +75,15 @@ def run(values: flags.FlagValues, output: IO[str]) -> None:
 
 
 def _opened(path: str | None) -> IO[bytes]:
+    """What is read, unbuffered: a buffer that waits for input cannot be closed."""
     if path is None:
         if sys.stdin is None:
             raise ConfigError("standard input is closed: name a file with --input")
-        return sys.stdin.buffer
+        return open(0, "rb", buffering=0, closefd=False)
+    if not path:
+        raise ConfigError("--input is empty: name a file, or leave it out")
     try:
-        return pathlib.Path(path).open("rb")
+        return pathlib.Path(path).open("rb", buffering=0)
     except OSError as error:
         raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from error
 
@@ -134,6 +139,18 @@ def _checked(line: bytes, result: Output) -> Output:
     return result
 
 
+def _split(source: IO[bytes]) -> Iterator[bytes]:
+    """Yield lines with their ends, each as soon as it is there."""
+    pieces = []
+    while chunk := source.read(CHUNK):
+        first, *others = chunk.split(b"\n")
+        pieces.append(first)
+        for piece in others:
+            yield b"".join(pieces) + b"\n"
+            pieces = [piece]
+    yield b"".join(pieces)
+
+
 def _available(source: IO[bytes]) -> Iterator[list[bytes]]:
     """Yield all lines that have come, up to LINES: a pipe is answered as it speaks."""
     # Lines, then what ended them.
@@ -141,7 +158,7 @@ def _available(source: IO[bytes]) -> Iterator[list[bytes]]:
 
     def read() -> None:
         try:
-            for number, line in enumerate(source):
+            for number, line in enumerate(_split(source)):
                 # Some editors begin a UTF-8 file with a mark that is no text.
                 text = line if number else line.removeprefix(codecs.BOM_UTF8)
                 if text:

@@ -1,5 +1,6 @@
 """Flags that several commands have, and how an argument list becomes flag values."""
 
+import dataclasses
 import importlib.machinery
 import importlib.util
 import itertools
@@ -12,7 +13,13 @@ from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import FlagOrderError
 
-from transformer_jax.config import Config, ConfigError, from_config_dict, to_dict
+from transformer_jax.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    from_config_dict,
+    to_dict,
+)
 from transformer_jax.run_directory import one_line
 from transformer_jax.saved_config import read_config
 
@@ -44,11 +51,16 @@ def parse(
     except ConfigError:
         raise
     except FlagOrderError as error:
-        raise ConfigError(f"{one_line(error)}: put --config=FILE first") from error
+        raise ConfigError(
+            "--config=FILE comes first, before the settings that change it"
+        ) from error
     except (AttributeError, KeyError) as error:  # How ml_collections says it.
-        raise ConfigError(f"unknown setting {one_line(_innermost(error))}") from error
+        name = one_line(_innermost(error))
+        raise ConfigError(f"unknown setting {name}{_others(argv)}") from error
+    except flags.UnrecognizedFlagError as error:
+        raise ConfigError(f"{one_line(error)}{_as_setting(error)}") from error
     except (flags.Error, TypeError, ValueError) as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(_plainer(one_line(error))) from error
     if extra:
         raise ConfigError(f"unexpected argument {extra[0]!r}: flags begin with --")
     return values
@@ -136,6 +148,13 @@ class _ConfigFile(flags.ArgumentParser):
         try:
             loader.exec_module(module)
             settings = module.get_config(*argument)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{error.filename} does not exist: name a file such as "
+                "configs/cmudict.py"
+            ) from error
+        except ValueError as error:  # How get_config() refuses a variant.
+            raise ConfigError(one_line(error)) from error
         except (Exception, SystemExit) as error:  # It may do whatever it likes.
             raise ConfigError(
                 f"the file does not work: {type(error).__name__}: {one_line(error)}"
@@ -152,6 +171,36 @@ def _value_of(name: str, argv: Sequence[str]) -> str | None:
         if found := re.fullmatch(f"--?{name}(=(.*))?", argument, re.DOTALL):
             value = found[2] if found[1] else following
     return value
+
+
+def _as_setting(error: flags.UnrecognizedFlagError) -> str:
+    """The setting that a flag of another name may have meant."""
+    for section, record in SECTIONS.items():
+        if error.flagname in {item.name for item in dataclasses.fields(record)}:
+            return f": write --config.{section}.{error.flagname}"
+    return ""
+
+
+def _plainer(line: str) -> str:
+    """What absl or ml_collections say, in our words where theirs mislead."""
+    if "Overriding config is not allowed" in line:
+        return (
+            "--config=FILE is for train: the settings are those of --workdir, and "
+            "--config.SECTION.NAME=VALUE changes one"
+        )
+    return line.removeprefix("flag --workdir=None: ")
+
+
+def _others(argv: Sequence[str]) -> str:
+    """Which settings the section of a misspelt one has, if a section is named."""
+    for argument in argv:
+        path = argument.lstrip("-").partition("=")[0].split(".")
+        if path[0] != "config" or len(path) != 3 or path[1] not in SECTIONS:
+            continue
+        known = {item.name for item in dataclasses.fields(SECTIONS[path[1]])}
+        if path[2] not in known:
+            return f" ({path[1]} has {', '.join(sorted(known))})"
+    return f" (the sections are {', '.join(SECTIONS)})"
 
 
 def _innermost(error: Any) -> Any:

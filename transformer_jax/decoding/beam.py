@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from transformer_jax.decoding import search
 from transformer_jax.decoding.hypotheses import Hypotheses, Status
-from transformer_jax.decoding.logits import log_probability
+from transformer_jax.decoding.logits import largest, log_probability
 from transformer_jax.decoding.search import Search, StepFunction
 from transformer_jax.types import PyTree
 
@@ -154,12 +154,15 @@ def beam_pieces(
 
 def _check(setup: _Setup) -> None:
     search.check_max_length(setup.max_length)
-    if setup.beam_size < 1:
-        raise ValueError(f"beam_size must be at least 1, not {setup.beam_size}")
-    if not 1 <= setup.num_return <= setup.beam_size:
+    if not search.is_integer(setup.beam_size) or setup.beam_size < 1:
         raise ValueError(
-            f"num_return must lie between 1 and beam_size {setup.beam_size}, not "
-            f"{setup.num_return}"
+            f"beam_size must be an integer from 1 on, not {setup.beam_size}"
+        )
+    wanted = setup.num_return
+    if not search.is_integer(wanted) or not 1 <= wanted <= setup.beam_size:
+        raise ValueError(
+            "num_return must be an integer between 1 and beam_size "
+            f"{setup.beam_size}, not {wanted}"
         )
     if setup.penalty not in PENALTIES:
         raise ValueError(
@@ -184,7 +187,9 @@ def _begin(setup: _Setup, cache: PyTree, start: Int[Array, " B"], _: Any) -> _St
         ),
         ended=jnp.zeros(shape, bool),
         finished=jnp.zeros(shape[0], bool),
-        cache=jax.tree.map(lambda leaf: leaf.repeat(setup.beam_size, axis=0), cache),
+        cache=jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, setup.beam_size, axis=0), cache
+        ),
     )
 
 
@@ -226,14 +231,15 @@ def _best_continuations(
     rows, beam_size = state.sums.shape
     # No more than W continuations of one prefix can be among the W best.
     width = min(beam_size, logits.shape[1])
-    token = jax.lax.top_k(logits.astype(jnp.float32), width)[1]
+    token = largest(logits.astype(jnp.float32), width)[1]
     gains = log_probability(logits, token)
     # Of a prefix whose distribution is broken nothing goes on.
     gains = jnp.where(jnp.isnan(gains), -jnp.inf, gains)
     sums = state.sums[..., None] + gains.reshape(rows, beam_size, width)
     sums = jnp.where(state.live()[..., None], sums, -jnp.inf)
-    sums, places = jax.lax.top_k(sums.reshape(rows, -1), beam_size)
-    return sums, places // width, _take(token.reshape(rows, -1), places)
+    sums, places = largest(sums.reshape(rows, beam_size * width), beam_size)
+    token = token.reshape(rows, beam_size * width)
+    return sums, places // width, _take(token, places)
 
 
 def _is_final(setup: _Setup, state: _State) -> jax.Array:
@@ -241,7 +247,7 @@ def _is_final(setup: _Setup, state: _State) -> jax.Array:
     live = state.live()
     scores = state.sums / setup.divisor(state.lengths + 1)
     scores = jnp.where(state.ended, scores, -jnp.inf)
-    last = jax.lax.top_k(scores, setup.num_return)[0][:, -1]
+    last = largest(scores, setup.num_return)[0][:, -1]
     most = jnp.where(live, state.sums, -jnp.inf).max(axis=1)
     most = most / setup.divisor(jnp.full_like(most, setup.max_length))
     return ~live.any(axis=1) | ((last > -jnp.inf) & (last >= most))

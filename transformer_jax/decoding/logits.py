@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.decoding.search import StepFunction
+from transformer_jax.decoding.search import StepFunction, is_integer
 from transformer_jax.types import PyTree
 
 
@@ -22,6 +22,18 @@ def log_probability(
     top = logits.max(-1, keepdims=True)
     log_total = jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
     return jnp.take_along_axis(logits, tokens, axis=-1) - top - log_total
+
+
+def largest(
+    values: Float[Array, "... V"], count: int
+) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
+    """Return the `count` largest and their places; of equal ones the lower first.
+
+    `lax.top_k` ranks -0.0 below 0.0 on some platforms, `argmax` nowhere.
+    """
+    values = jnp.where(values == 0, jnp.zeros_like(values), values)
+    found, places = jax.lax.top_k(values, count)
+    return found, places
 
 
 def restrict(
@@ -51,10 +63,10 @@ def restrict(
     """
     check_restrictions(top_k, top_p)
     if top_k is not None and top_k < logits.shape[-1]:
-        ids = jax.lax.top_k(logits, top_k)[1]
+        ids = largest(logits, top_k)[1]
         logits = _only(logits, ids, jnp.ones(ids.shape, bool))
     if top_p is not None and top_p < 1:
-        ordered, ids = jax.lax.top_k(logits, logits.shape[-1])
+        ordered, ids = largest(logits, logits.shape[-1])
         shares = jax.nn.softmax(ordered.astype(jnp.float32))
         # The mass before a token; the first one stays in any case.
         logits = _only(logits, ids, jnp.cumsum(shares, -1) - shares < top_p)
@@ -63,8 +75,10 @@ def restrict(
 
 def check_restrictions(top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError where `restrict` would."""
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, not {top_k}: None keeps all")
+    if top_k is not None and not (is_integer(top_k) and top_k >= 1):
+        raise ValueError(
+            f"top_k must be an integer from 1 on, not {top_k}: None keeps all"
+        )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], not {top_p}: None keeps all")
 
@@ -82,11 +96,19 @@ def forbid(step_fn: StepFunction, tokens: Sequence[int]) -> StepFunction:
     """Return the step function of the model that never writes some tokens.
 
     The probabilities of the others are renormalised: scores are those of this model.
+
+    Raises:
+        ValueError: when it is called, if the model has no such token.
     """
     never = np.array(tokens, np.int32)
 
     def allowed_step(tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
         logits, cache = step_fn(tokens, cache)
+        if ((never < 0) | (never >= logits.shape[1])).any():
+            raise ValueError(
+                f"forbidden tokens must lie below {logits.shape[1]}, not "
+                f"{never.tolist()}"
+            )
         return logits.at[:, never].set(-jnp.inf), cache
 
     return allowed_step

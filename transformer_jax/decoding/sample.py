@@ -1,7 +1,6 @@
 """Decoding one continuation a row, token by token: the best one, or one by chance."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,9 @@ from transformer_jax.decoding.logits import (
 )
 from transformer_jax.decoding.search import Search, StepFunction
 from transformer_jax.types import PyTree
+
+# Beyond these float32 has no room for a quotient.
+TEMPERATURES = (1e-30, 1e30)
 
 
 class _State(NamedTuple):
@@ -103,7 +105,7 @@ def sample(
         max_length: longest output, END counted; at least 1.
         end_id: the token that ends an output.
         pad_id: fills `tokens` behind the end.
-        temperature: positive; towards 0 it becomes `greedy`.
+        temperature: between 1e-30 and 1e30; towards 0 it becomes `greedy`.
         top_k: draw among as many most probable tokens; None among all. 1 is `greedy`.
         top_p: draw among the fewest tokens with this share of the probability.
 
@@ -142,14 +144,19 @@ def sample_pieces(
     top_p: float | None = None,
 ) -> Search:
     """Return `sample` in pieces; the arguments are its own."""
-    if not 0 < temperature < math.inf:
+    low, high = TEMPERATURES
+    if not low <= temperature <= high:
         raise ValueError(
-            f"temperature must be positive, not {temperature}: greedy is its limit at 0"
+            f"temperature must lie between {low} and {high}, not {temperature}: greedy "
+            "is its limit at 0"
         )
     check_restrictions(top_k, top_p)
 
     def draw(logits: Array, state: _State) -> Int[Array, " B"]:
-        cut = restrict(logits / temperature, top_k=top_k, top_p=top_p)
+        top = logits.max(-1, keepdims=True)
+        # Below the best one nothing overflows, but to what is never drawn.
+        logits = (logits - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
+        cut = restrict(logits, top_k=top_k, top_p=top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.time)
         return jax.vmap(jax.random.categorical)(keys, cut)
 

@@ -76,15 +76,21 @@ def take_rows(tree: PyTree, rows: Int[Array, " R"], count: int) -> PyTree:
     def take(leaf: Array) -> Array:
         if not leaf.ndim:
             return leaf
-        shape = leaf.shape[1:]
-        return leaf.reshape(count, -1, *shape)[rows].reshape(-1, *shape)
+        each, shape = leaf.shape[0] // max(count, 1), leaf.shape[1:]
+        taken = leaf.reshape(count, each, *shape)[rows]
+        return taken.reshape(len(rows) * each, *shape)
 
     return jax.tree.map(take, tree)
 
 
+def is_integer(value: Any) -> bool:
+    """Tell whether something counts, as 2.0 does not."""
+    return hasattr(value, "__index__")
+
+
 def check_max_length(max_length: int) -> None:
     """Raise ValueError unless there is room for END."""
-    if max_length < 1:
+    if not is_integer(max_length) or max_length < 1:
         raise ValueError(
-            f"max_length counts END: it must be at least 1, not {max_length}"
+            f"max_length counts END: it must be an integer from 1 on, not {max_length}"
         )
