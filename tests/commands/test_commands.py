@@ -276,6 +276,15 @@ def test_reader_that_leaves_is_no_accident(trained):
     assert err.splitlines()[-1].startswith("transformer-jax decode: ")
 
 
+@pytest.fixture
+def interruptible():
+    """What a shell starts in the background ignores Ctrl-C, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("end", ["interrupt", "closed output"])
 def test_standard_input_that_stays_open_keeps_nobody(trained, end):
     with started("decode", f"--workdir={trained[0]}") as process:
