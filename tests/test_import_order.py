@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LEVELS = (
     ("types", "config"),
     (
-        *("patterns", "masks", "positions", "attention"),
+        *("masks", "patterns", "positions", "attention"),
         *("lattice", "losses", "decoding"),
     ),
     ("layers", "stacks", "frontends", "encoder", "decoder", "models"),
@@ -98,7 +98,8 @@ def judge(
     if module[0] != target[0]:
         above = RANK.get(target[0], len(RANK)) < RANK[module[0]]
         return None if above else f"{target[0]} does not come before {module[0]}"
-    if len(target) < len(module) or (is_init and target == module):
+    above = len(target) < len(module) and target == module[: len(target)]
+    if above or (is_init and target == module):
         return "a member of a folder does not import its folder's __init__"
     return None
 

@@ -106,7 +106,7 @@ def hashed_keep(key: Any, rate: float | int, *indices: ArrayLike) -> Bool[Array,
     """
     check_dropout(rate, key)
     words = [*_key_words(key), *map(_index, indices)]
-    state = functools.reduce(_mix_in, words, _START)
+    state = functools.reduce(mix, words, _START)
     threshold = min(round(rate * 2**32), 2**32 - 1)
     return state >= np.uint32(threshold)
 
@@ -179,7 +179,7 @@ def _index(values: ArrayLike) -> Array:
     return values.astype(jnp.uint32)
 
 
-def _mix_in(state: ArrayLike, word: ArrayLike) -> ArrayLike:
+def mix(state: ArrayLike, word: ArrayLike) -> ArrayLike:
     """A bijection of `state ^ word` in which each bit sways each other bit."""
     state = state ^ word
     state = (state ^ (state >> np.uint32(16))) * _MULTIPLIERS[0]
