@@ -25,6 +25,9 @@ HEAD = "head"
 MLP = "mlp"
 VOCAB = "vocab"
 LAYERS = "layers"
+# Mesh axes over which a batch and heads are cut.
+BATCH_MESH_AXES = ("data", "fsdp")
+HEADS_MESH_AXES = ("model",)
 LOGICAL_AXES = (BATCH, LENGTH, POSITION, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS)
 
 

@@ -12,26 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pattern_oracle import allows
 
 from transformer_jax import attention, masks
+from transformer_jax.patterns import parse
 
 B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 11, 13
-
-
-@dataclasses.dataclass(frozen=True)
-class Band:
-    """A pattern: |i - j| <= reach; each head of `heads` reaches one further."""
-
-    reach: int
-    heads: int = 0
-
-    def dense(self, query_length, key_length, *, num_heads=None, query_offset=0):
-        i = np.arange(query_length)[:, None] + query_offset
-        distance = np.abs(i - np.arange(key_length)[None, :])
-        if not self.heads:
-            return distance <= self.reach
-        assert num_heads == self.heads
-        return np.stack([distance <= self.reach + head for head in range(self.heads)])
 
 
 @functools.partial(
@@ -70,6 +56,9 @@ def random_mask(*shape: int) -> np.ndarray:
     return mask
 
 
+# Each head reaches one further.
+WIDER = f"per_head(({', '.join(f'local({n})' for n in range(N))}))"
+
 LENGTHS = {"query_seq_lengths": [4, 0], "key_value_seq_lengths": [3, 7]}
 SEGMENTS = {
     "query_segment_ids": [[1, 1, 2, 0, 3], [4, 4, 4, 5, 5]],
@@ -86,11 +75,11 @@ CASES = {
     "mask of heads": Case({"mask": random_mask(N, T, S)}, (T, 1)),
     "mask of everything": Case({"mask": random_mask(B, N, T, S)}, (B, N, T, S)),
     "nothing allowed": Case({"mask": np.zeros((1, 1), bool)}),
-    "pattern of heads": Case({"pattern": Band(0, N), "is_causal": True}, "slopes"),
+    "pattern of heads": Case({"pattern": WIDER, "is_causal": True}, "slopes"),
     "dropout": Case({"dropout_rate": 0.4, "query_offset": 3}),
     "all at once": Case(
         {
-            "pattern": Band(3),
+            "pattern": "local(3)",
             "is_causal": True,
             "query_offset": 1,
             "scale": 0.5,
@@ -114,7 +103,7 @@ def allowed_edges(case: Case) -> np.ndarray:
     shape = (B, heads, rows, columns)
     mask = np.broadcast_to(call.get("mask", True), shape)
     offset = call.get("query_offset", 0)
-    band = call.get("pattern")
+    heads_of = _patterns_of_heads(call.get("pattern", "full()"), heads)
     allowed = np.zeros(shape, bool)
     for b, n, t, j in np.ndindex(shape):
         i = t + offset
@@ -126,10 +115,16 @@ def allowed_edges(case: Case) -> np.ndarray:
         if "query_segment_ids" in call:
             segment = call["query_segment_ids"][b][t]
             checks.append(0 != segment == call["key_value_segment_ids"][b][j])
-        if band:
-            checks.append(abs(i - j) <= band.reach + (n if band.heads else 0))
+        checks.append(allows(heads_of[n], i, j))
         allowed[b, n, t, j] = all(checks)
     return allowed
+
+
+def _patterns_of_heads(text: str, heads: int) -> list[str]:
+    """The text of each head's pattern."""
+    if text == WIDER:
+        return [f"local({n})" for n in range(heads)]
+    return [text] * heads
 
 
 def oracle(inputs: dict, allowed: np.ndarray, scale: float, kept: np.ndarray) -> dict:
@@ -221,6 +216,20 @@ def gather_bias_gradient(full: np.ndarray, bias: Any, case: Case) -> np.ndarray 
     return full.sum(axes, keepdims=True).reshape(bias.shape)
 
 
+# Ways to compute one kernel; "xla" cuts these small calls into several tiles.
+WAYS = {
+    "": {},
+    "reference": {"implementation": "reference"},
+    "xla": {"implementation": "xla", "block_size": 3},
+}
+
+
+def kernel_of(name: str) -> Any:
+    """The kernel of a row of the table; "row/xla" chooses a way to compute it."""
+    row, _, way = name.partition("/")
+    return functools.partial(attention.ATTENTION[row].kernel, **WAYS[way])
+
+
 def compute(name: str, case: Case, inputs: dict, bias: Any) -> dict[str, Any]:
     """The kernel's outputs and gradients by name, pulled back from the cotangents."""
     call = {
@@ -229,9 +238,9 @@ def compute(name: str, case: Case, inputs: dict, bias: Any) -> dict[str, Any]:
     }
     if "dropout_rate" in call:
         call["dropout_rng"] = RNG
-    kernel = functools.partial(
-        attention.ATTENTION[name].kernel, return_residual=True, **call
-    )
+    if "pattern" in call:
+        call["pattern"] = parse(call["pattern"])
+    kernel = functools.partial(kernel_of(name), return_residual=True, **call)
     primals = {word: jnp.asarray(inputs[word]) for word in ("query", "key", "value")}
 
     @jax.jit
@@ -276,7 +285,10 @@ def assert_close(got: Any, wanted: np.ndarray, tolerance: float, name: str) -> N
     np.testing.assert_allclose(got, wanted, rtol=0, atol=limit, err_msg=name)
 
 
-def check_case(name: str, case: Case, dtype: Any, forward: float, backward: float):
+def check_case(
+    name: str, case: Case, dtype: Any, forward: float, backward: float
+) -> dict[str, Any]:
+    """Compare a call with the oracle, output by output and gradient by gradient."""
     allowed = allowed_edges(case)
     inputs, bias = draw(case, dtype, allowed), draw_bias(case, dtype)
     got = compute(name, case, inputs, bias)
@@ -299,4 +311,4 @@ def operands(batch: int = B, length: int = T, heads: int = N) -> list[jax.Array]
 
 def run(name: str, *arrays: Any, **call: Any) -> Any:
     """The kernel as one compiled program of the arrays; the rest is static."""
-    return jax.jit(functools.partial(attention.ATTENTION[name].kernel, **call))(*arrays)
+    return jax.jit(functools.partial(kernel_of(name), **call))(*arrays)

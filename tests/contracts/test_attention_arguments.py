@@ -7,6 +7,7 @@ import pytest
 from attention_oracle import RNG, B, H, K, N, S, T, V, normal, operands
 
 from transformer_jax import attention
+from transformer_jax.patterns import causal, per_head
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -52,9 +53,19 @@ WRONG = [
     ({"query_offset": -1}, ValueError, "query_offset must not be negative: -1"),
     ({"dropout_rate": 0.1}, ValueError, "needs a PRNG key"),
     ({"dropout_rate": 1.0, "dropout_rng": RNG}, ValueError, r"in \[0, 1\), not 1.0"),
-    ({"block_size": 128}, ValueError, "leave block_size=None"),
-    ({"implementation": "splash"}, NotImplementedError, "use .*'reference'"),
-    ({"implementation": "cudnn"}, NotImplementedError, "use .*'reference'"),
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, not 0"),
+    (
+        {"block_size": 128, "implementation": "reference"},
+        ValueError,
+        "leave block_size=None",
+    ),
+    (
+        {"pattern": per_head((causal(),) * 3)},
+        ValueError,
+        "one of 3 heads, but there are 6",
+    ),
+    ({"implementation": "splash"}, NotImplementedError, "on TPUs only: use .*'xla'"),
+    ({"implementation": "cudnn"}, NotImplementedError, "as wide as keys: use .*'xla'"),
     ({"implementation": "fast"}, ValueError, "'fast'.*'reference', 'xla', 'splash'"),
 ]
 

@@ -7,9 +7,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformer_jax.attention import cache
-from transformer_jax.attention.dense import dot_product_attention
+from transformer_jax.attention.dot_product import dot_product_attention
+from transformer_jax.attention.merging import attend_with_extra, merge
+from transformer_jax.attention.platform import assume_platform
+from transformer_jax.attention.sparse.parts import partition
 
-__all__ = ["ATTENTION", "AttentionKind", "dot_product_attention"]
+__all__ = [
+    "ATTENTION",
+    "AttentionKind",
+    "assume_platform",
+    "attend_with_extra",
+    "dot_product_attention",
+    "merge",
+    "partition",
+]
 
 
 class AttentionKind(NamedTuple):

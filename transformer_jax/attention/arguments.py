@@ -1,19 +1,18 @@
-"""Arguments of the attention kernels: checked, brought to four axes, masks merged.
+"""Arguments of the attention kernels: checked, and brought to four axes.
 
 Every wrong shape or type ends in one line that names the argument and what it needs.
 """
 
-import functools
 import math
 import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
-from transformer_jax import masks
+from transformer_jax.patterns import Pattern, causal
+from transformer_jax.patterns.base import check_heads as check_pattern_heads
 
 
 class Sizes(NamedTuple):
@@ -81,55 +80,68 @@ def check_heads(
     return query, key, value, Sizes(B, T, S, N, K, batched)
 
 
-def check_bias(bias: Any, sizes: Sizes, query_offset: int) -> Array | None:
-    """Return the bias with four axes that broadcast to `[B, N, T, S]`, or None.
-
-    A callable is evaluated on the positions of all rows `[T, 1]` and columns `[1, S]`.
+def check_bias(bias: Any, sizes: Sizes) -> Any:
+    """Return the bias: None, a callable, or four axes that fit `[B, N, T, S]`.
 
     Raises:
         TypeError: it is boolean.
         ValueError: its shape does not fit.
     """
-    if bias is None:
-        return None
-    if callable(bias):
-        rows, columns = _positions(sizes, query_offset)
-        bias = jnp.asarray(bias(jnp.asarray(rows), jnp.asarray(columns)))
-        if bias.ndim != 3:
-            raise ValueError(
-                f"bias(i, j) must return [N, T, S] = {sizes.scores[1:]}, "
-                f"not {bias.shape}"
-            )
+    if bias is None or callable(bias):
+        return bias
     bias = jnp.asarray(bias)
     if bias.dtype == jnp.bool_:
         raise TypeError("bias is boolean: pass it as mask")
     return _four_axes("bias", bias, sizes)
 
 
-def merge_masks(
-    sizes: Sizes,
-    mask: ArrayLike | None,
-    *,
-    pattern: Any,
-    is_causal: bool,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    query_segment_ids: ArrayLike | None,
-    key_value_segment_ids: ArrayLike | None,
-    query_offset: int,
-) -> Bool[Array | np.ndarray, "..."] | None:
-    """Return the allowed edges, broadcastable to `[B, N, T, S]`; None allows all.
-
-    The smallest masks are merged first, and no axis is spread that no mask needs. What
-    is static stays a NumPy constant: faster on a CPU than comparing positions anew.
+def evaluate_bias(bias: Any, i: Array, j: Array, heads: int) -> Array:
+    """Return a callable bias at positions i `[t, 1]` and j `[1, s]`, `[1, N, t, s]`.
 
     Raises:
-        TypeError: a mask is not boolean, lengths or ids are no integers, or `pattern`
-            is none.
+        TypeError: it is boolean.
+        ValueError: it returns another shape.
+    """
+    values = jnp.asarray(bias(i, j))
+    wanted = (heads, len(i), j.shape[1])
+    if values.ndim != 3 or any(
+        size not in (1, full) for size, full in zip(values.shape, wanted, strict=True)
+    ):
+        raise ValueError(
+            f"bias(i, j) must return [N, T, S] = {wanted}, not {values.shape}"
+        )
+    if values.dtype == jnp.bool_:
+        raise TypeError("bias is boolean: pass it as mask")
+    return jnp.broadcast_to(values, wanted)[None]
+
+
+class Limits(NamedTuple):
+    """What forbids edges besides the pattern, none of it static; each may be None.
+
+    Attributes:
+        mask: booleans of four axes that fit `[B, N, T, S]`, True = may attend.
+        query_lengths: integers `[B]`.
+        key_lengths: integers `[B]`.
+        query_ids: segments `[B, T]`, with `key_ids`.
+        key_ids: segments `[B, S]`.
+    """
+
+    mask: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
+    query_ids: Array | None = None
+    key_ids: Array | None = None
+
+
+def check_limits(limits: Limits, sizes: Sizes) -> Limits:
+    """Return what forbids edges, as arrays.
+
+    Raises:
+        TypeError: a mask is not boolean, or lengths or ids are no integers.
         ValueError: a shape does not fit, or one of two segment ids is missing.
     """
     B, _, T, S = sizes.scores
-    parts = []
+    mask = limits.mask
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
@@ -137,33 +149,72 @@ def merge_masks(
                 f"mask must be boolean (True = may attend), not {mask.dtype}: "
                 "pass additive terms as bias"
             )
-        parts.append(_four_axes("mask", mask, sizes))
-    if pattern is not None:
-        parts.append(_dense_pattern(pattern, sizes, query_offset))
-    if is_causal:
-        rows, columns = _positions(sizes, query_offset)
-        parts.append((columns <= rows)[None, None])
-    if query_seq_lengths is not None:
-        lengths = check_rows("query_seq_lengths", query_seq_lengths, (B,), sizes)
-        parts.append(masks.length_mask(lengths, T)[:, None, :, None])
-    if key_value_seq_lengths is not None:
-        lengths = check_rows(
-            "key_value_seq_lengths", key_value_seq_lengths, (B,), sizes
-        )
-        parts.append(masks.length_mask(lengths, S)[:, None, None, :])
-    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        mask = _four_axes("mask", mask, sizes)
+    if (limits.query_ids is None) != (limits.key_ids is None):
         raise ValueError(
             "give both query_segment_ids and key_value_segment_ids, or neither "
             "(self-attention: the same ids twice)"
         )
-    if query_segment_ids is not None:
-        query_ids = check_rows("query_segment_ids", query_segment_ids, (B, T), sizes)
-        key_ids = check_rows(
-            "key_value_segment_ids", key_value_segment_ids, (B, S), sizes
+    rows = {
+        "query_seq_lengths": (limits.query_lengths, (B,)),
+        "key_value_seq_lengths": (limits.key_lengths, (B,)),
+        "query_segment_ids": (limits.query_ids, (B, T)),
+        "key_value_segment_ids": (limits.key_ids, (B, S)),
+    }
+    checked = [
+        None if values is None else check_rows(name, values, shape, sizes)
+        for name, (values, shape) in rows.items()
+    ]
+    return Limits(mask, *checked)
+
+
+class Call(NamedTuple):
+    """One call of `dot_product_attention`, checked.
+
+    Attributes:
+        query: `[B, T, N, H]`.
+        key: `[B, S, K, H]`.
+        value: `[B, S, K, V]`.
+        bias: see `check_bias`.
+        limits: what forbids edges besides the pattern.
+        pattern: static, with causality; None allows all.
+        offset: position of the first query.
+        scale: factor of the scores, a Python number or a scalar array.
+        rate: chance to drop an edge's weight.
+        rng: the PRNG key of dropout, or None.
+        sizes: of all that.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Any
+    limits: Limits
+    pattern: Pattern | None
+    offset: int
+    scale: ArrayLike
+    rate: float
+    rng: Any
+    sizes: Sizes
+
+
+def check_pattern(pattern: Any, is_causal: bool, heads: int | None) -> Pattern | None:
+    """Return the pattern, of causal edges only where asked for; None allows all.
+
+    Raises:
+        TypeError: it is no pattern.
+        ValueError: it is one of more or fewer heads than `heads`.
+    """
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise TypeError(
+            "pattern must be a pattern of transformer_jax.patterns, not "
+            f"{type(pattern).__name__}"
         )
-        parts.append(masks.segment_mask(query_ids, key_ids))
-    parts.sort(key=lambda part: part.size)
-    return functools.reduce(operator.and_, parts) if parts else None
+    if pattern is not None:
+        check_pattern_heads(pattern, heads)
+    if not is_causal:
+        return pattern
+    return causal() if pattern is None else pattern & causal()
 
 
 def check_scale(scale: ArrayLike | None, width: int) -> ArrayLike:
@@ -197,13 +248,6 @@ def check_offset(query_offset: Any) -> int:
     return offset
 
 
-def _positions(sizes: Sizes, query_offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Absolute positions of the rows `[T, 1]` and of the columns `[1, S]`, int32."""
-    rows = np.arange(sizes.query_length, dtype=np.int32) + np.int32(query_offset)
-    columns = np.arange(sizes.key_length, dtype=np.int32)
-    return rows[:, None], columns[None, :]
-
-
 def _four_axes(name: str, array: Any, sizes: Sizes) -> Any:
     """The array with leading axes of size 1, if it broadcasts to `[B, N, T, S]`."""
     shape = (1,) * (4 - array.ndim) + array.shape
@@ -233,17 +277,14 @@ def check_rows(name: str, values: ArrayLike, shape: tuple, sizes: Sizes) -> Arra
     return values.reshape(shape)
 
 
-def _dense_pattern(pattern: Any, sizes: Sizes, query_offset: int) -> np.ndarray:
-    """The pattern as booleans `[1, 1 or N, T, S]`."""
-    if not callable(getattr(pattern, "dense", None)):
-        raise TypeError(
-            "pattern must be an attention pattern with a method dense(), not "
-            f"{type(pattern).__name__}"
+def check_kv_heads(pattern: Pattern, kv_heads: int) -> None:
+    """Raise unless a pattern's heads, if they differ, share key/value heads evenly.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if pattern.heads and pattern.heads % kv_heads:
+        raise ValueError(
+            f"a pattern of {pattern.heads} heads does not fit {kv_heads} key/value "
+            "heads: their number must divide its"
         )
-    edges = pattern.dense(
-        sizes.query_length,
-        sizes.key_length,
-        num_heads=sizes.heads,
-        query_offset=query_offset,
-    )
-    return _four_axes("pattern", np.asarray(edges, np.bool_), sizes)

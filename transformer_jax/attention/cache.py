@@ -1,4 +1,4 @@
-"""Decoding with dense attention: keys and values of earlier positions are kept.
+"""Decoding with softmax attention: keys and values that are still needed are kept.
 
 They stand as the products want them, heads before positions, and are zero where there
 is nothing: as `[B, S, K, H]` they would be masked and transposed anew in every step,
@@ -11,33 +11,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool
 
 from transformer_jax import masks
-from transformer_jax.attention import arguments, dense
+from transformer_jax.attention import arguments, dense, lookup
+from transformer_jax.attention.slots import layout
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("key", "value", "position"),
-    meta_fields=("pattern",),
+    data_fields=("key", "value", "position", "held"),
+    meta_fields=("pattern", "max_length"),
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values so far; every leaf begins with B, so rows reorder by one gather.
 
     Attributes:
-        key: `[B, K, max_length, H]`, zero from `position` on.
-        value: `[B, K, max_length, V]`, likewise.
-        position: int32 `[B]`, how many positions the row holds: the next one's index.
+        key: `[B, K, S, H]`, zero where nothing is held. S is `max_length`, or with a
+            pattern as many as it can still reach (`slots.layout`).
+        value: `[B, K, S, V]`, likewise.
+        position: int32 `[B]`, how many positions the row has seen: the next's index.
+        held: int32 `[B, k, S]`, the position in each slot, -1 for none; k is 1 or K.
+            None without a pattern, and in what `fill` returned: slot s holds position
+            s.
         pattern: static pattern or None; part of the tree's structure.
+        max_length: positions that a row can see.
     """
 
     key: Any
     value: Any
     position: Any
-    pattern: Any = None
+    held: Any
+    pattern: Any
+    max_length: int
 
 
 def init_cache(
@@ -63,36 +72,45 @@ def init_cache(
 
     Raises:
         TypeError: `dtype` is not floating, or `pattern` no pattern.
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or a pattern's heads do not share key/value heads
+            evenly.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
-    if pattern is not None and not callable(getattr(pattern, "dense", None)):
-        raise TypeError(
-            "pattern must be an attention pattern with a method dense(), not "
-            f"{type(pattern).__name__}"
-        )
-    if min(batch, max_length, kv_heads, head_width) < 1:
+    pattern = arguments.check_pattern(pattern, False, None)
+    value_width = head_width if value_width is None else value_width
+    if min(batch, max_length, kv_heads, head_width, value_width) < 1:
         raise ValueError(
             "a cache needs rows, places, heads and a width, each at least 1, not "
             f"{(batch, max_length, kv_heads, head_width)}"
         )
-    shape = (batch, kv_heads, max_length)
+    count, held = max_length, None
+    if pattern is not None:
+        arguments.check_kv_heads(pattern, kv_heads)
+        plan = layout(pattern, max_length, kv_heads)
+        count = plan.slots
+        held = jnp.full((batch, len(plan.slot_of), count), -1, jnp.int32)
+    shape = (batch, kv_heads, count)
     return Cache(
         key=jnp.zeros((*shape, head_width), dtype),
-        value=jnp.zeros((*shape, value_width or head_width), dtype),
+        value=jnp.zeros((*shape, value_width), dtype),
         position=jnp.zeros(batch, jnp.int32),
+        held=held,
         pattern=pattern,
+        max_length=max_length,
     )
 
 
-def fill(key: ArrayLike, value: ArrayLike, lengths: ArrayLike) -> Cache:
+def fill(
+    key: ArrayLike, value: ArrayLike, lengths: ArrayLike, *, pattern: Any = None
+) -> Cache:
     """Return the cache of a whole sequence that is only read, such as a memory.
 
     Args:
         key: `[B, S, K, H]`.
         value: `[B, S, K, V]`.
         lengths: integers `[B]`; what stands behind is never read, even NaN.
+        pattern: static pattern of the edges to it.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, by name.
@@ -100,11 +118,17 @@ def fill(key: ArrayLike, value: ArrayLike, lengths: ArrayLike) -> Cache:
     # No query yet: the keys stand for it.
     key, _, value, sizes = arguments.check_heads(key, key, value)
     lengths = arguments.check_rows("lengths", lengths, (sizes.batch,), sizes)
+    pattern = arguments.check_pattern(pattern, False, None)
+    if pattern is not None:
+        arguments.check_kv_heads(pattern, sizes.kv_heads)
     inside = masks.length_mask(lengths, sizes.key_length)[:, None, :, None]
     return Cache(
-        key=_kept(inside, key.swapaxes(1, 2)),
-        value=_kept(inside, value.swapaxes(1, 2)),
+        key=lookup.kept(inside, key.swapaxes(1, 2)),
+        value=lookup.kept(inside, value.swapaxes(1, 2)),
         position=jnp.minimum(lengths, sizes.key_length).astype(jnp.int32),
+        held=None,
+        pattern=pattern,
+        max_length=sizes.key_length,
     )
 
 
@@ -112,6 +136,7 @@ def read(
     query: ArrayLike,
     cache: Cache,
     *,
+    positions: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
 ) -> Array:
@@ -123,6 +148,7 @@ def read(
     Args:
         query: `[B, T, N, H]`.
         cache: what `fill` returned.
+        positions: integers `[B, T]`, those of the queries, where `fill` got a pattern.
         bias: array that broadcasts to `[B, N, T, S]`.
         scale: as in `dot_product_attention`.
 
@@ -130,10 +156,24 @@ def read(
         `[B, T, N, V]`.
 
     Raises:
-        ValueError, TypeError: a query or bias that does not fit the cache.
+        ValueError, TypeError: a query or bias that does not fit the cache, or a
+            pattern without positions.
     """
-    allowed = masks.length_mask(cache.position, cache.key.shape[2])[:, None, None]
-    return _attend(jnp.asarray(query), cache.key, cache.value, bias, allowed, scale)
+    query, keys, values = jnp.asarray(query), cache.key, cache.value
+    arguments.check_pattern(cache.pattern, False, query.shape[2])
+    allowed = masks.length_mask(cache.position, cache.max_length)[:, None, None]
+    if cache.pattern is not None:
+        if positions is None:
+            raise ValueError("the memory has a pattern: give the queries' positions")
+        columns = jnp.arange(cache.max_length, dtype=jnp.int32)
+        sizes = _sizes(query, cache)
+        shape = query.shape[:2]
+        positions = arguments.check_rows("positions", positions, shape, sizes)
+        rows = positions.astype(jnp.int32)[:, None, :, None]
+        columns = columns[None, None, None]
+        allowed &= lookup.edges(cache.pattern, query.shape[2], rows, columns)
+        keys, values = lookup.live(allowed, keys, values)
+    return _attend(query, keys, values, bias, allowed, scale)
 
 
 def step(
@@ -166,29 +206,51 @@ def step(
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit the cache, by name.
 
-    Cost: 2 B N max_length (H + V) FLOPs; one pass over the cache.
+    Cost: 2 B N S (H + V) FLOPs and one pass over the S slots of the cache; W of them
+    where the pattern attends few.
     """
     query, key, value = map(jnp.asarray, (query, key, value))
     _check_step(query, key, value, cache)
-    position = cache.position
-    after = Cache(
-        _write(cache.key, key, position),
-        _write(cache.value, value, position),
-        position + 1,
-        cache.pattern,
-    )
-    keys, values = after.key, after.value
-    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)
-    allowed = (slots[None, :] <= position[:, None])[:, None, None, :]
-    if cache.pattern is not None:
-        allowed = allowed & _pattern_rows(cache, query.shape[2])
-        live = dense.grouped(allowed, keys.shape[1]).any((2, 3))[..., None]
-        keys, values = _kept(live, keys), _kept(live, values)
-    if callable(bias):
-        bias = _bias_rows(bias, position, slots[None, :])
-    output = _attend(query, keys, values, bias, allowed, scale)
-    inside = (position < keys.shape[2])[:, None, None, None]
+    arguments.check_pattern(cache.pattern, False, query.shape[2])
+    after = _written(cache, key, value)
+    view = lookup.look(after, cache.position, query.shape[2])
+    if bias is not None:
+        bias = arguments.check_bias(bias, _sizes(query, cache))
+        bias = lookup.bias_of(view, bias, cache.position, query.shape[2])
+    output = _attend(query, view.keys, view.values, bias, view.allowed, scale)
+    inside = (cache.position < cache.max_length)[:, None, None, None]
     return jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype)), after
+
+
+def _written(cache: Cache, key: Array, value: Array) -> Cache:
+    """The cache with one more position in each row; past the end none is written."""
+    position, held = cache.position, cache.held
+    if held is None:
+        index = position[:, None]
+    else:
+        # A position past the end has no slot.
+        table = jnp.asarray(lookup.layout_of(cache).slot_of)
+        index = jnp.take(table, position, 1, mode="fill", fill_value=held.shape[2]).T
+        held = _write(held, position[:, None], index)
+    return dataclasses.replace(
+        cache,
+        key=_write(cache.key, key[:, 0], index),
+        value=_write(cache.value, value[:, 0], index),
+        position=position + 1,
+        held=held,
+    )
+
+
+@jax.vmap
+def _write(slots: Array, new: Array, index: Array) -> Array:
+    """Set the slot `index` `[1 or K]` of each row, `[K, S, ...]`, to `[1 or K, ...]`.
+
+    A scatter costs half of a select over all slots on a CPU, and is done in place.
+    """
+    if len(index) == 1:
+        return slots.at[:, index[0]].set(new, mode="drop")
+    heads = np.arange(len(slots), dtype=np.int32)
+    return slots.at[heads, index].set(new, mode="drop")
 
 
 def _attend(
@@ -196,7 +258,7 @@ def _attend(
     key: Array,
     value: Array,
     bias: ArrayLike | None,
-    allowed: Bool[Array, "B n 1 S"],
+    allowed: Bool[Array, "B n t S"],
     scale: ArrayLike | None,
 ) -> Array:
     """Dense attention on `[B, K, S, H]` and `[B, K, S, V]`, as they are stored.
@@ -212,7 +274,7 @@ def _attend(
         query.reshape(B, T, K, N // K, H),
         key,
         value,
-        arguments.check_bias(bias, sizes, 0),
+        arguments.check_bias(bias, sizes),
         dense.grouped(allowed, K),
         arguments.check_scale(scale, H),
         key_axes="BKS",
@@ -220,9 +282,10 @@ def _attend(
     return output.astype(query.dtype).reshape(B, T, N, -1)
 
 
-def _kept(condition: Array, array: Array) -> Array:
-    """The array where the condition holds, else 0."""
-    return jnp.where(condition, array, jnp.zeros((), array.dtype))
+def _sizes(query: Array, cache: Cache) -> arguments.Sizes:
+    """The sizes of a step over all positions."""
+    B, K = cache.key.shape[:2]
+    return arguments.Sizes(B, 1, cache.max_length, query.shape[2], K, True)
 
 
 def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
@@ -231,6 +294,8 @@ def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
         raise ValueError(
             f"a step takes one query a row, [B, 1, N, H], not {query.shape}"
         )
+    if cache.pattern is not None and cache.held is None:
+        raise ValueError("what `fill` returned is read, not stepped: use `init_cache`")
     for name, new, kept in (("key", key, cache.key), ("value", value, cache.value)):
         wanted = (kept.shape[0], 1, kept.shape[1], kept.shape[3])
         if new.shape != wanted:
@@ -240,26 +305,3 @@ def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
             )
         if new.dtype != kept.dtype:
             raise TypeError(f"the cache holds {kept.dtype}, but {name} is {new.dtype}")
-
-
-@jax.vmap
-def _write(slots: Array, new: Array, position: Array) -> Array:
-    """Set each row's slot; past the end nothing is written.
-
-    A scatter costs half of a select over all slots on a CPU, and is done in place.
-    """
-    return slots.at[:, position].set(new[0], mode="drop")
-
-
-def _pattern_rows(cache: Cache, heads: int) -> Array:
-    """Each row's row of the pattern, `[B, 1 or N, 1, max_length]`."""
-    length = cache.key.shape[2]
-    edges = jnp.asarray(cache.pattern.dense(length, length, num_heads=heads))
-    edges = edges.reshape(-1, length, length)
-    rows = jnp.take(edges, cache.position, axis=1, mode="clip")
-    return rows.transpose(1, 0, 2)[:, :, None, :]
-
-
-def _bias_rows(bias: Any, position: Array, slots: Array) -> Array:
-    """The callable at each row's own position, `[B, N, 1, max_length]`."""
-    return jax.vmap(lambda row: bias(row.reshape(1, 1), slots))(position)

@@ -1,6 +1,8 @@
 """Dense attention: the oracle against which every other kernel is tested."""
 
-from typing import Any, SupportsIndex
+import functools
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,148 +11,68 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from transformer_jax import masks
-from transformer_jax.attention import arguments
-
-IMPLEMENTATIONS = ("reference", "xla", "splash", "cudnn")
+from transformer_jax.attention.arguments import Call, evaluate_bias
 
 
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: Any = None,
-    mask: ArrayLike | None = None,
-    *,
-    pattern: Any = None,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offset: SupportsIndex = 0,
-    dropout_rate: float | int = 0.0,
-    dropout_rng: Any = None,
-    block_size: int | None = None,
-    implementation: str | None = None,
-    return_residual: bool = False,
-) -> Array | tuple[Array, Array]:
-    """Let each query take the mean of the values, weighted by a softmax over keys.
-
-        s[t, j] = scale * q[t] . k[j] + bias[t, j]
-        output[t] = sum_j softmax_j(s[t, j] over the allowed j) v[j]
-
-    Vaswani et al. 2017, section 3.2.1 (https://arxiv.org/abs/1706.03762); fewer
-    key/value heads than query heads: Ainslie et al. 2023. Query head n reads key/value
-    head n // (N / K). Names and layout are those of `jax.nn.dot_product_attention`, but
-    an edge is allowed where *all* of `mask`, `pattern`, `is_causal`, the lengths and
-    the segments allow it, and where none is:
-
-    - a query without an allowed key returns 0, its log-sum-exp is -inf, and its
-      gradients are zero;
-    - a key/value without an allowed query (in its head and batch row) is never read:
-      NaN there changes nothing, forward or backward.
-
-    Args:
-        query: floating `[B, T, N, H]`, or `[T, N, H]`: then B is left out everywhere.
-        key: `[B, S, K, H]`; N is a multiple of K.
-        value: `[B, S, K, V]`, often V = H.
-        bias: array that broadcasts to `[B, N, T, S]`, or a callable `bias(i, j)` of the
-            positions i `[T, 1]` and j `[1, S]` that returns `[N, T, S]`.
-        mask: booleans that broadcast to `[B, N, T, S]`, True = may attend.
-        pattern: static pattern; `pattern.dense(T, S, num_heads=N, query_offset=...)`
-            gives `[T, S]` or `[N, T, S]`.
-        scale: factor of the scores, 1 / sqrt(H) by default.
-        is_causal: allow j <= i only.
-        query_seq_lengths: integers `[B]`; later queries return 0.
-        key_value_seq_lengths: integers `[B]`; later keys are padding.
-        query_segment_ids: integers `[B, T]`; queries attend keys of their own segment
-            and segment 0 is padding. Needs `key_value_segment_ids`.
-        key_value_segment_ids: integers `[B, S]`.
-        query_offset: static; query row t has the position i = t + query_offset, key
-            row j the position j.
-        dropout_rate: chance to drop an edge's weight, static.
-        dropout_rng: one PRNG key; an edge is kept by `masks.hashed_keep` of
-            (dropout_rng, b, n, i, j) and scaled by 1 / (1 - dropout_rate).
-        block_size: refused here: every score is computed at once.
-        implementation: None or "reference" run this function.
-        return_residual: also return the log-sum-exp of the allowed scores.
-
-    Returns:
-        `[B, T, N, V]` in the query's dtype. With `return_residual` also `[B, T, N]` in
-        float32 (float64 for float64), differentiable.
-
-    Raises:
-        ValueError, TypeError: a shape or type that does not fit, by name.
-        NotImplementedError: an implementation that is not at hand.
+def attend(call: Call) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Return output and log-sum-exp of a call; every score is computed at once.
 
     Cost: 2 B N T S (H + V) FLOPs and a few arrays of B N T S floats; twice the FLOPs
     again backward.
-
-    Example:
-        >>> query = key = jnp.zeros((1, 3, 1, 2))
-        >>> value = jnp.arange(1.0, 4.0).reshape(1, 3, 1, 1)
-        >>> dot_product_attention(query, key, value, is_causal=True).ravel().tolist()
-        [1.0, 1.5, 2.0]
     """
-    _check_implementation(implementation, block_size)
-    masks.check_dropout(dropout_rate, dropout_rng)
-    query_offset = arguments.check_offset(query_offset)
-    query, key, value, sizes = arguments.check_heads(query, key, value)
-    bias = arguments.check_bias(bias, sizes, query_offset)
-    allowed = arguments.merge_masks(
-        sizes,
-        mask,
-        pattern=pattern,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        query_offset=query_offset,
+    allowed = allowed_edges(call)
+    bias = call.bias
+    if callable(bias):
+        rows, columns = _positions(call)
+        bias = evaluate_bias(
+            bias, jnp.asarray(rows), jnp.asarray(columns), call.sizes.heads
+        )
+    keep = kept_edges(call) if call.rate else None
+    output, residual = _attend(
+        call.query, call.key, call.value, bias, allowed, call.scale, keep
     )
-    keep = None
-    if dropout_rate:
-        keep = kept_edges(dropout_rng, dropout_rate, sizes, query_offset)
-    scale = arguments.check_scale(scale, query.shape[-1])
-    output, residual = _attend(query, key, value, bias, allowed, scale, keep)
-    if dropout_rate:
-        output = output / (1.0 - dropout_rate)
-    output = output.astype(query.dtype)
-    if not sizes.batched:
-        output, residual = output[0], residual[0]
-    return (output, residual) if return_residual else output
+    return output / (1.0 - call.rate) if call.rate else output, residual
 
 
-def kept_edges(
-    key: Any, rate: float | int, sizes: arguments.Sizes, query_offset: int
-) -> Bool[Array, "B N T S"]:
+def allowed_edges(call: Call) -> Bool[Array | np.ndarray, "..."] | None:
+    """Return the allowed edges, broadcastable to `[B, N, T, S]`; None allows all.
+
+    The smallest masks are merged first, and no axis is spread that no mask needs. What
+    is static stays a NumPy constant: faster on a CPU than comparing positions anew.
+    """
+    _, _, T, S = call.sizes.scores
+    limits, parts = call.limits, []
+    if call.pattern is not None:
+        edges = call.pattern.dense(T, S, query_offset=call.offset)
+        parts.append(edges[None] if edges.ndim == 3 else edges[None, None])
+    if limits.mask is not None:
+        parts.append(limits.mask)
+    if limits.query_lengths is not None:
+        parts.append(masks.length_mask(limits.query_lengths, T)[:, None, :, None])
+    if limits.key_lengths is not None:
+        parts.append(masks.length_mask(limits.key_lengths, S)[:, None, None, :])
+    if limits.query_ids is not None:
+        parts.append(masks.segment_mask(limits.query_ids, limits.key_ids))
+    parts.sort(key=lambda part: part.size)
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def kept_edges(call: Call) -> Bool[Array, "B N T S"]:
     """Mark the edges that dropout keeps, by (b, n, i, j) with the position i."""
     b, n, t, j = (
         jnp.arange(size, dtype=jnp.int32).reshape(
             [-1 if at == axis else 1 for at in range(4)]
         )
-        for axis, size in enumerate(sizes.scores)
+        for axis, size in enumerate(call.sizes.scores)
     )
-    return masks.hashed_keep(key, rate, b, n, t + query_offset, j)
+    return masks.hashed_keep(call.rng, call.rate, b, n, t + call.offset, j)
 
 
-def _check_implementation(implementation: str | None, block_size: int | None) -> None:
-    """Raise unless the reference is asked for, in a way that it can serve."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"unknown implementation {implementation!r}: the legal ones are None, "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}"
-        )
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} is not available here: "
-            "use implementation='reference'"
-        )
-    if block_size is not None:
-        raise ValueError(
-            "the reference computes every score at once; leave block_size=None"
-        )
+def _positions(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """Absolute positions of the rows `[T, 1]` and of the columns `[1, S]`, int32."""
+    rows = np.arange(call.sizes.query_length, dtype=np.int32) + np.int32(call.offset)
+    columns = np.arange(call.sizes.key_length, dtype=np.int32)
+    return rows[:, None], columns[None, :]
 
 
 def _attend(

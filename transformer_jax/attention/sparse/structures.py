@@ -1,0 +1,274 @@
+"""In which order of positions a pattern is block-sparse, and where its tiles lie."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transformer_jax.attention.sparse.tiling import Grid, Selection
+from transformer_jax.patterns import Pattern, atoms
+from transformer_jax.patterns.random import RandomBlocks
+from transformer_jax.patterns.ranges import EMPTY, FULL, PARTIAL, Range
+
+Tiling = Grid | Selection
+
+
+class Sizes(NamedTuple):
+    """Rows and columns of all edges, the first row's position, and the tiles' size."""
+
+    rows: int
+    columns: int
+    offset: int
+    block: int
+
+
+class Structure(NamedTuple):
+    """Where tiles may have edges, in some order of the positions.
+
+    Attributes:
+        rank: among the terms of a union, whose later ones lose what they share.
+        queries: the query positions in tiles.
+        keys: the key positions in tiles.
+        columns: maps query tiles `[R]` to key tiles `[R, W]` that may have edges;
+            others than the existing ones are none.
+        states: maps query tiles `[R, 1]` and key tiles `[R, W]` to what they hold of
+            the pattern, in this order; None where ranges of positions tell as well.
+        cost: edges of all those tiles.
+    """
+
+    rank: int
+    queries: Tiling
+    keys: Tiling
+    columns: Callable[[np.ndarray], np.ndarray]
+    states: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    cost: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalRows(Pattern):
+    """The edges of global queries."""
+
+    tokens: atoms.GlobalTokens
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        """See `Pattern`."""
+        return self.tokens.is_global(i) & (j == j)
+
+    def states(self, rows: Range, columns: Range) -> np.ndarray:
+        """See `Pattern`."""
+        return _counted(self.tokens.count(rows), rows)
+
+    def __str__(self) -> str:
+        return f"rows of {self.tokens}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalColumns(Pattern):
+    """The edges of global keys."""
+
+    tokens: atoms.GlobalTokens
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        """See `Pattern`."""
+        return self.tokens.is_global(j) & (i == i)
+
+    def states(self, rows: Range, columns: Range) -> np.ndarray:
+        """See `Pattern`."""
+        return _counted(self.tokens.count(columns), columns)
+
+    def __str__(self) -> str:
+        return f"columns of {self.tokens}"
+
+
+def _counted(count: np.ndarray, positions: Range) -> np.ndarray:
+    """The state where `count` of the positions are allowed, the rest is not."""
+    everything = count == positions.stop - positions.start
+    return np.where(everything, FULL, np.where(count > 0, PARTIAL, EMPTY))
+
+
+def structure_of(pattern: Pattern, sizes: Sizes) -> Structure:
+    """Return where a pattern, an atom as a rule, has its tiles."""
+    for kind, function in STRUCTURES.items():
+        if isinstance(pattern, kind):
+            return function(pattern, sizes)
+    return _anywhere(sizes)
+
+
+def _plain(sizes: Sizes) -> tuple[Grid, Grid]:
+    return (
+        Grid(sizes.offset, sizes.rows, min(sizes.block, sizes.rows)),
+        Grid(0, sizes.columns, min(sizes.block, sizes.columns)),
+    )
+
+
+def _made(
+    rank: int,
+    queries: Tiling,
+    keys: Tiling,
+    columns: Callable[[np.ndarray], np.ndarray],
+    states: Any = None,
+) -> Structure:
+    """A structure with its cost, told from its first, middle and last rows."""
+    probe = np.unique(np.array([0, queries.tiles // 2, queries.tiles - 1]))
+    width = columns(probe).shape[1]
+    cost = queries.tiles * width * queries.tile * keys.tile
+    return Structure(rank, queries, keys, columns, states, cost)
+
+
+def _all_states(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return np.full(np.broadcast_shapes(rows.shape, columns.shape), FULL)
+
+
+def _anywhere(sizes: Sizes) -> Structure:
+    """Every tile."""
+    queries, keys = _plain(sizes)
+    return _made(4, queries, keys, functools.partial(_every, keys))
+
+
+def _every(keys: Tiling, rows: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.arange(keys.tiles), (len(rows), keys.tiles))
+
+
+def _band(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The integers from low to high `[R]`, as many in every row `[R, W]`."""
+    return low[:, None] + np.arange((high - low).max() + 1)
+
+
+def _differences(pattern: atoms.Differences, sizes: Sizes) -> Structure:
+    """A band; with a step a band among the positions of each residue."""
+    low, high, step = pattern.bounds
+    # No difference is as large as this; a period beyond leaves the diagonal alone.
+    limit = sizes.offset + sizes.rows + sizes.columns
+    if step >= limit:
+        low, high, step = 0, 0, 1
+    elif low is not None:
+        low, high = max(low, -limit // step * step), min(high, limit // step * step)
+    if step == 1:
+        queries, keys = _plain(sizes)
+    else:
+        queries = _grid(sizes.offset, sizes.rows, sizes.block, step, residues=True)
+        keys = _grid(0, sizes.columns, sizes.block, step, residues=True)
+    band = None if low is None else atoms.Local(-low // step, high // step, 1)
+
+    def columns(rows: np.ndarray) -> np.ndarray:
+        number, first = queries.place(rows)
+        begin = number * keys.tiles_of_class
+        if band is None:
+            return begin[:, None] + np.arange(keys.tiles_of_class)
+        base = keys.members[0]
+        lowest = (first - band.left - base) // keys.tile
+        highest = (first + queries.tile - 1 + band.right - base) // keys.tile
+        within = _band(lowest, highest)
+        inside = (within >= 0) & (within < keys.tiles_of_class)
+        return np.where(inside, begin[:, None] + within, -1)
+
+    def states(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        if band is None:
+            return _all_states(rows, columns)
+        (_, i), (_, j) = queries.place(rows), keys.place(columns)
+        i, j = np.broadcast_arrays(i, j)
+        return band.states(Range(i, i + queries.tile), Range(j, j + keys.tile))
+
+    rank = 0 if step == 1 else 3
+    return _made(rank, queries, keys, columns, states if step > 1 else None)
+
+
+def _grid(offset: int, length: int, block: int, period: int, *, residues: bool) -> Grid:
+    """A grid whose tiles are as large as its classes fill evenly."""
+    whole = Grid(offset, length, 1, period, residues)
+    size = whole.members[1] - whole.members[0]
+    pieces = -(-size // block)
+    return dataclasses.replace(whole, tile=-(-size // pieces))
+
+
+def _chunks(pattern: atoms.Chunked, sizes: Sizes) -> Structure:
+    """The tiles of one chunk."""
+    queries = _grid(sizes.offset, sizes.rows, sizes.block, pattern.size, residues=False)
+    keys = _grid(0, sizes.columns, sizes.block, pattern.size, residues=False)
+
+    def columns(rows: np.ndarray) -> np.ndarray:
+        number = rows // queries.tiles_of_class + sizes.offset // pattern.size
+        begin = np.where(
+            number < keys.classes, number * keys.tiles_of_class, -(1 << 40)
+        )
+        return begin[:, None] + np.arange(keys.tiles_of_class)
+
+    return _made(1, queries, keys, columns, _all_states)
+
+
+def _random(pattern: RandomBlocks, sizes: Sizes) -> Structure:
+    """The tiles of linked blocks."""
+    tile = next(
+        n
+        for n in range(min(pattern.block, sizes.block), 0, -1)
+        if pattern.block % n == 0
+    )
+    queries = Grid(sizes.offset, sizes.rows, tile, pattern.block)
+    keys = Grid(0, sizes.columns, tile, pattern.block)
+    first = sizes.offset // pattern.block
+    blocks = max(first + queries.classes, keys.classes)
+    links = _links(pattern, blocks)
+
+    def columns(rows: np.ndarray) -> np.ndarray:
+        others = links[rows // queries.tiles_of_class + first]
+        begin = np.where(others >= 0, others * keys.tiles_of_class, -(1 << 40))
+        within = np.arange(keys.tiles_of_class)
+        return (begin[:, :, None] + within).reshape(len(rows), -1)
+
+    return _made(2, queries, keys, columns, _all_states)
+
+
+def _links(pattern: RandomBlocks, blocks: int) -> np.ndarray:
+    """The blocks that each one is linked with `[blocks, most]`, then -1."""
+    drawn = np.stack(pattern.drawn(np.arange(blocks)), 1)
+    one = np.repeat(np.arange(blocks), drawn.shape[1])[drawn.ravel() >= 0]
+    other = drawn.ravel()[drawn.ravel() >= 0]
+    ends = np.concatenate([one, other]), np.concatenate([other, one])
+    order = np.lexsort((ends[1], ends[0]))
+    rows, columns = ends[0][order], ends[1][order]
+    counts = np.bincount(rows, minlength=blocks)
+    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.full((blocks, max(1, counts.max(initial=0))), -1)
+    table[rows, place] = columns
+    return table
+
+
+def _summaries(pattern: atoms.Columns, sizes: Sizes) -> Structure:
+    """The columns of all summaries, side by side."""
+    positions = np.arange(sizes.columns)
+    return _columns(positions[pattern.allowed(positions, positions)], sizes)
+
+
+def _global_columns(pattern: GlobalColumns, sizes: Sizes) -> Structure:
+    """The columns of global keys, side by side."""
+    positions = np.arange(sizes.columns)
+    return _columns(positions[pattern.tokens.is_global(positions)], sizes)
+
+
+def _columns(chosen: np.ndarray, sizes: Sizes) -> Structure:
+    queries, _ = _plain(sizes)
+    tile = min(sizes.block, max(1, len(chosen)))
+    keys = Selection(0, sizes.columns, tile, chosen)
+    return _made(5, queries, keys, functools.partial(_every, keys), _all_states)
+
+
+def _global_rows(pattern: GlobalRows, sizes: Sizes) -> Structure:
+    """The rows of global queries, one below the other."""
+    positions = np.arange(sizes.offset, sizes.offset + sizes.rows)
+    chosen = positions[pattern.tokens.is_global(positions)]
+    _, keys = _plain(sizes)
+    tile = min(sizes.block, max(1, len(chosen)))
+    queries = Selection(sizes.offset, sizes.rows, tile, chosen)
+    return _made(6, queries, keys, functools.partial(_every, keys), _all_states)
+
+
+STRUCTURES: dict[type[Pattern], Callable[[Any, Sizes], Structure]] = {
+    atoms.Differences: _differences,
+    atoms.Chunked: _chunks,
+    RandomBlocks: _random,
+    atoms.Columns: _summaries,
+    GlobalColumns: _global_columns,
+    GlobalRows: _global_rows,
+}
