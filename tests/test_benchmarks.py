@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from toy import call
 
-from transformer_jax.benchmarks import cost, decode, peers, shape, timing, train
+from transformer_jax.benchmarks import (
+    attention,
+    cost,
+    decode,
+    peers,
+    shape,
+    timing,
+    train,
+)
 from transformer_jax.config import ConfigError
 from transformer_jax.models import build_model
 
@@ -209,6 +217,9 @@ def test_bench_train(monkeypatch):
         (["decode", "--width=10", "--heads=3"], ("model.heads 3",)),
         (["train", "--dropout=1"], ("model.dropout",)),
         (["train", "--batches=1"], ("batches",)),
+        (["attention", "--patterns=lokal(2)"], ("--patterns", "column 1")),
+        (["attention", "--patterns=per_head((full(),))"], ("one of 1 heads",)),
+        (["attention", "--heads=3", "--kv_heads=2"], ("--heads=3 is no multiple",)),
         (["train", "twice"], ("unexpected argument 'twice'",)),
     ],
 )
@@ -266,3 +277,49 @@ def test_peers_train_as_ours_does():
     }
     np.testing.assert_allclose(losses["torch"], losses["jax"], rtol=1e-4)
     assert losses["jax"][0] > losses["jax"][-1]
+
+
+TINY_ATTENTION = {
+    "patterns": "causal() & local(3); strided(4)",
+    "lengths": (40,),
+    "heads": 4,
+    "kv_heads": 2,
+    "width": 8,
+    "block": 8,
+    "rounds": 2,
+    "seconds": 0.0,
+    "pause": 0.0,
+}
+
+
+def test_attention_is_measured_beside_what_computes_the_same():
+    systems = ("jax", "jax-dense", "jax-nn")
+    found = attention.run(attention.Settings(systems=systems, **TINY_ATTENTION))
+    rows = found["results"]
+    names = [(row["pattern"], row["pass"], row["system"]) for row in rows]
+    assert names == [
+        (pattern, each, system)
+        for pattern in ("causal() & local(3)", "strided(4)")
+        for each in ("forward", "backward")
+        for system in systems
+    ]
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert row["gflop"] > 0
+        assert row["calls"] == TINY_ATTENTION["rounds"]
+
+
+def test_dense_systems_that_would_not_fit_are_left_out(capsys):
+    settings = attention.Settings(
+        systems=("jax", "jax-dense"), gigabytes=1e-5, **TINY_ATTENTION
+    )
+    assert {row["system"] for row in attention.run(settings)["results"]} == {"jax"}
+    assert "missing: jax-dense: would need" in capsys.readouterr().err
+
+
+def test_attention_of_pytorch_is_the_same():
+    pytest.importorskip("torch")
+    systems = ("jax", "torch-sdpa")
+    found = attention.run(attention.Settings(systems=systems, **TINY_ATTENTION))
+    assert len(found["results"]) == 8
+    assert max(row["error"] for row in found["results"]) < 1e-5

@@ -44,6 +44,21 @@ VARIANTS = {
     },
     "one_hot": {"positions": "one_hot", "max_positions": 9, **SMALL},
     "none": {"positions": "none", **SMALL},
+    "sparse": {
+        "encoder_attention": "local(1) | global_tokens(1); full()",
+        "decoder_attention": "local(2)",
+        "cross_attention": "~local(1)",
+        "extra_global_tokens": 2,
+        "positions": "rotary",
+    },
+    "sparse and scanned": {
+        "encoder_attention": "local(1); strided(2)",
+        "decoder_attention": "per_head((local(1), chunked(2))); local(2, dilation=2)",
+        "cross_attention": "local(3)",
+        "scan_layers": True,
+        "positions": "alibi",
+        "extra_global_tokens": 1,
+    },
 }
 DRAW = np.random.default_rng(0)
 SOURCE = jnp.asarray(DRAW.integers(3, 11, size=(B, S)), jnp.int32)
@@ -122,6 +137,71 @@ def test_padding_and_batch_mates_change_nothing(built):
     target = jnp.full((2, T + 2), 9, jnp.int32).at[0, :T].set(TARGET[row])
     apart = forward(variables, source, jnp.array([length, S + 3]), target)
     np.testing.assert_allclose(apart[0, :T], together[row], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_of_several_patterns_are_scanned_in_turn():
+    """Two turns of two patterns equal four unrolled layers."""
+    settings = {
+        "encoder_attention": "local(1); full()",
+        "decoder_attention": "local(1); strided(2)",
+        "cross_attention": "full()",
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+    }
+    model, variables, forward = build(**settings)
+    *_, scanned = build(**settings, scan_layers=True)
+    params = dict(variables["params"])
+    for side in ("encoder", "decoder"):
+        params[side] = dict(params[side])
+        stack = params[side]["stack"]
+        turn = {
+            f"blocks_{n}": jax.tree.map(
+                lambda *leaves: jnp.stack(leaves),
+                *(stack[f"layers_{layer}"] for layer in (n, n + 2)),
+            )
+            for n in range(2)
+        }
+        params[side]["stack"] = {"layers": turn}
+    np.testing.assert_allclose(
+        scanned({"params": params}, SOURCE, LENGTHS, TARGET),
+        forward(variables, SOURCE, LENGTHS, TARGET),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert len(model.init_cache(B, T)[1]) == 4
+
+
+def test_turns_that_do_not_come_out_even_are_unrolled():
+    config = dataclasses.replace(
+        CONFIG,
+        encoder_layers=3,
+        decoder_layers=1,
+        scan_layers=True,
+        encoder_attention="local(1); full()",
+    )
+    shapes = jax.eval_shape(
+        build_model(config).init, jax.random.key(0), SOURCE, LENGTHS, TARGET
+    )
+    stack = nn.meta.unbox(shapes)["params"]["encoder"]["stack"]
+    assert sorted(stack) == ["layers_0", "layers_1", "layers_2"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_extra_tokens_attend_all_unless_the_source_is_causal(causal):
+    """What place 0 knows of the last source symbol comes through the extra token."""
+    # The same edges, but it is not plain that they are causal.
+    pattern = "local(0)" if causal else "local(0) | local(0, 1) & ~full()"
+    model, variables, _ = build(
+        encoder_attention=pattern, extra_global_tokens=1, positions="none"
+    )
+
+    @jax.jit
+    def encode(source):
+        return model.apply(variables, source, jnp.full(B, S), method="encode")
+
+    changed = encode(SOURCE.at[:, -1].set(3)) - encode(SOURCE)
+    assert (np.abs(changed[:, 0]).max() > 1e-4) == (not causal)
+    assert model.apply(variables, SOURCE, LENGTHS, method="encode").shape[1] == S
 
 
 @pytest.mark.parametrize("positions", ["rotary", "alibi", "t5"])

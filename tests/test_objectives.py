@@ -138,3 +138,30 @@ def test_settings_offer_what_the_tables_hold():
     assert {*OBJECTIVES["autoregressive"].strategies} == {*STRATEGIES} == {*OPTIONS}
     fields = {item.name for item in dataclasses.fields(DecodeConfig)}
     assert {name for names in OPTIONS.values() for name in names} < fields
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        (
+            "encoder_attention",
+            "lokal(3)",
+            r"encoder_attention: .*column 1.*local",
+        ),
+        ("cross_attention", "per_head((full(),))", "one of 1 heads, but there are 4"),
+        ("encoder_attention", "full(); ~full()", "'~full()' leaves place 0 nothing"),
+        ("decoder_attention", "~local(0)", "leaves place 0 nothing to attend"),
+        ("decoder_attention", "local(-1)", "left must be at least 0, not -1"),
+        ("cross_attention", "local(20)", "leaves place 52 nothing to attend"),
+    ],
+)
+def test_patterns_that_nothing_can_use_are_refused(field, text, message):
+    def config(text):
+        model = ModelConfig(**{field: text})
+        decode = dataclasses.replace(Config().decode, max_length=64)
+        return Config(model=model, decode=decode)
+
+    with pytest.raises(ConfigError, match=message.replace("()'", r"\(\)'")) as caught:
+        validate(config(text))
+    assert "\n" not in str(caught.value)
+    validate(config("local(40) | per_head((local(0), full(), full(), full()))"))

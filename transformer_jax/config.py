@@ -92,6 +92,13 @@ class ModelConfig(_Checked):
     # Which embedding matrices are one: target input and output, or source as well.
     tied_embeddings: str = _field("target", choices=("none", "target", "all"))
     scale_embeddings: bool = True
+    # Which edges attention has: a pattern, or several separated by ";", one a layer in
+    # turn. The decoder's is made causal.
+    encoder_attention: str = "full()"
+    decoder_attention: str = "full()"
+    cross_attention: str = "full()"
+    # Learned tokens before the source that attend all and that all attend.
+    extra_global_tokens: int = _field(0, low=0)
     dropout: float = _field(0.1, low=0.0, high=0.99)
     attention_dropout: float = _field(0.0, low=0.0, high=0.99)
     # What the backward pass recomputes: nothing, all but matrix products, all.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention import ATTENTION
 from transformer_jax.layers import Dropout
-from transformer_jax.stacks import Block, Tower
+from transformer_jax.stacks import Block, Tower, is_scanned
 from transformer_jax.types import PyTree
 
 
@@ -19,7 +19,7 @@ class DecoderBlock(Block):
 
     def setup(self) -> None:
         self.self_attention = self.make_self_attention()
-        self.cross_attention = self.make_attention()
+        self.cross_attention = self.make_cross_attention()
         self.feed_forward = self.make_feed_forward()
         self.norms = [self.make_norm() for _ in range(3)]
         self.residual_dropout = Dropout(self.dropout)
@@ -59,6 +59,7 @@ class DecoderBlock(Block):
     ) -> tuple[jax.Array, PyTree]:
         """Map one new place `[M, 1, D]`; `scanned` is (cache, projected memory)."""
         cache, projected = scanned
+        positions = cache.position
 
         def attend_self(y: jax.Array) -> jax.Array:
             nonlocal cache
@@ -69,7 +70,10 @@ class DecoderBlock(Block):
         # The rows of one source (its beam) read its memory as several queries do.
         sources = jax.tree.leaves(projected)[0].shape[0]
         x = x.reshape(sources, -1, x.shape[-1])
-        x = self._read_memory(x, lambda y: self.cross_attention.read(y, projected))
+        positions = positions.reshape(sources, -1)
+        x = self._read_memory(
+            x, lambda y: self.cross_attention.read(y, projected, positions)
+        )
         return x.reshape(-1, 1, x.shape[-1]), cache
 
     def _read_memory(
@@ -100,29 +104,32 @@ class Decoder(Tower):
         self, x: jax.Array, caches: PyTree, projected: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """Map the features of one new place `[M, 1, D]` to its states."""
-        if self.scan:
-            scanned = (caches, projected)
-        else:
-            scanned = tuple(zip(caches, projected, strict=True))
+        scanned = tuple(zip(caches, projected, strict=True))
         x, caches = self.stack.run("step", x, scanned, self.bias())
         return self.normed(x), caches
 
     def init_cache(self, batch: int, max_length: int) -> PyTree:
         """Return empty self-attention caches, leaves `[batch, ...]`.
 
-        Unrolled: a tuple, one a layer; scanned: one cache whose leaves hold the layers
-        on axis 1. Needs no parameters.
+        Unrolled: one a layer; scanned: one a variant, whose leaves hold its layers on
+        axis 1. Needs no parameters.
         """
         fields = self.block_fields
-        cache = ATTENTION["dot_product"].init_cache(
-            batch,
-            max_length,
-            kv_heads=fields["kv_heads"],
-            head_width=fields["head_width"],
-            dtype=fields["dtype"],
-        )
-        if not self.scan:
-            return (cache,) * self.layers
-        return jax.tree.map(
-            lambda leaf: jnp.repeat(leaf[:, None], self.layers, axis=1), cache
+        caches = [
+            ATTENTION["dot_product"].init_cache(
+                batch,
+                max_length,
+                kv_heads=fields["kv_heads"],
+                head_width=fields["head_width"],
+                dtype=fields["dtype"],
+                pattern=variant.get("pattern"),
+            )
+            for variant in self.variants
+        ]
+        turns = self.layers // len(caches)
+        if not is_scanned(self.scan, self.layers, self.variants):
+            return tuple(caches[n % len(caches)] for n in range(self.layers))
+        return tuple(
+            jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], turns, axis=1), cache)
+            for cache in caches
         )

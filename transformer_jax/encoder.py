@@ -2,10 +2,13 @@
 
 from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from transformer_jax.layers import Dropout
 from transformer_jax.stacks import Block, Tower
+from transformer_jax.types import EMBED, POSITION
 
 
 class EncoderBlock(Block):
@@ -22,7 +25,10 @@ class EncoderBlock(Block):
     def __call__(
         self, x: jax.Array, scanned: None, lengths: jax.Array, bias: Any
     ) -> tuple[jax.Array, None]:
-        """Map `[B, S, D]` to the same; keys from `lengths` on are not attended."""
+        """Map `[B, S, D]` to the same; keys from `lengths` on are not attended.
+
+        Extra tokens stand before what `lengths` count.
+        """
 
         def attend(y: jax.Array) -> jax.Array:
             key_value = self.self_attention.project(y)
@@ -35,12 +41,32 @@ class EncoderBlock(Block):
 
 
 class Encoder(Tower):
-    """A stack of encoder blocks."""
+    """A stack of encoder blocks, with learned tokens in front that all attend.
+
+    `block_fields["extra"]` tells how many of those there are; they leave with the last
+    layer.
+    """
 
     BLOCK = EncoderBlock
     BIDIRECTIONAL = True
 
+    def setup(self) -> None:
+        super().setup()
+        fields = self.block_fields
+        if fields["extra"]:
+            init = nn.initializers.normal(fields["width"] ** -0.5)
+            self.extra_tokens = self.param(
+                "extra_tokens",
+                nn.with_logical_partitioning(init, (POSITION, EMBED)),
+                (fields["extra"], fields["width"]),
+            )
+
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Map features `[B, S, D]` of `lengths` `[B]` to the memory `[B, S, D]`."""
+        extra = self.block_fields["extra"]
+        if extra:
+            tokens = self.extra_tokens.astype(x.dtype)
+            tokens = jnp.broadcast_to(tokens, (len(x), *tokens.shape))
+            x = jnp.concatenate([tokens, x], 1)
         x, _ = self.stack.run("__call__", x, None, lengths, self.bias())
-        return self.normed(x)
+        return self.normed(x[:, extra:])

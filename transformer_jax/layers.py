@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention import ATTENTION
+from transformer_jax.attention.merging import attend_with_extra
 from transformer_jax.masks import hashed_dropout
+from transformer_jax.patterns import Pattern
 from transformer_jax.positions import rotary
 from transformer_jax.types import EMBED, HEAD, HEADS, MLP, PyTree
 
@@ -118,7 +120,9 @@ class MultiHeadAttention(nn.Module):
     The kernel is the row `attention` of the ATTENTION table. Key projections have no
     bias: softmax cancels it, and its rounding errors would be amplified by Adam. With
     `rotary`, queries and keys are rotated by their positions (`positions.rotary`), so
-    keys enter a cache rotated.
+    keys enter a cache rotated. `pattern` tells the edges, None all. The first `extra`
+    places are tokens outside of the sequence (`attend_with_extra`), of calls alone:
+    there is no such cache.
     """
 
     width: int
@@ -128,6 +132,8 @@ class MultiHeadAttention(nn.Module):
     dropout: float
     dtype: Any
     rotary: bool = False
+    pattern: Pattern | None = None
+    extra: int = 0
     attention: str = "dot_product"
 
     def setup(self) -> None:
@@ -147,7 +153,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Map `[B, S, D]` to key and value `[B, S, K, H]`.
 
-        `positions` are those of the keys, `[S]` or `[B, S]`; from 0 on by default.
+        `positions` are those of the keys, `[S]` or `[B, S]`; from 0 on by default,
+        after the extra tokens, which have none.
         """
         return self._rotated(self.key(memory), positions), self.value(memory)
 
@@ -162,7 +169,16 @@ class MultiHeadAttention(nn.Module):
             options["dropout_rate"] = self.dropout
             options["dropout_rng"] = self.make_rng("dropout")
         kernel = ATTENTION[self.attention].kernel
-        return self.out(kernel(self._rotated(self.query(x)), *key_value, **options))
+        arrays = (self._rotated(self.query(x)), *key_value)
+        options["pattern"] = self.pattern
+        if not self.extra:
+            return self.out(kernel(*arrays, **options))
+        causal = self.pattern is not None and self.pattern.is_causal
+        causal = causal or options.get("is_causal", False)
+        attended = attend_with_extra(
+            kernel, *arrays, self.extra, sequence_is_causal=causal, **options
+        )
+        return self.out(attended)
 
     def step(
         self, x: jax.Array, cache: PyTree, **options: Any
@@ -180,17 +196,22 @@ class MultiHeadAttention(nn.Module):
 
     def fill(self, memory: jax.Array, lengths: jax.Array) -> PyTree:
         """Project `[B, S, D]` once, for `read`; rows hold `lengths` places `[B]`."""
-        return ATTENTION[self.attention].fill(*self.project(memory), lengths)
+        fill = ATTENTION[self.attention].fill
+        return fill(*self.project(memory), lengths, pattern=self.pattern)
 
-    def read(self, x: jax.Array, filled: PyTree) -> jax.Array:
-        """Attend from `[B, T, D]` to what `fill` returned."""
-        return self.out(ATTENTION[self.attention].read(self.query(x), filled))
+    def read(self, x: jax.Array, filled: PyTree, positions: jax.Array) -> jax.Array:
+        """Attend from `[B, T, D]` at positions `[B, T]` to what `fill` returned."""
+        read = ATTENTION[self.attention].read
+        return self.out(read(self.query(x), filled, positions=positions))
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys `[B, T, N, H]` as they stand at these positions."""
         if not self.rotary:
             return x
-        return rotary(x, jnp.arange(x.shape[1]) if positions is None else positions)
+        if positions is None:
+            # Turned by the angle 0, an extra token is as without a position.
+            positions = jnp.maximum(jnp.arange(x.shape[1]) - self.extra, 0)
+        return rotary(x, positions)
 
 
 def residual(

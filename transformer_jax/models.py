@@ -1,16 +1,21 @@
 """Whole models, built from a `ModelConfig`."""
 
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 
+from transformer_jax.attention.arguments import check_kv_heads
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.decoder import Decoder
 from transformer_jax.encoder import Encoder
 from transformer_jax.frontends import TokenFrontend
 from transformer_jax.layers import make_projection
+from transformer_jax.patterns import Pattern, full, parse_layers
+from transformer_jax.patterns.base import check_heads
 from transformer_jax.types import EMBED, VOCAB, PyTree
 
 
@@ -126,10 +131,54 @@ def build_model(config: ModelConfig) -> Seq2Seq:
     return Seq2Seq(
         source_frontend=source,
         target_frontend=target,
-        encoder=Encoder(fields, config.encoder_layers, **stack),
-        decoder=Decoder(fields, config.decoder_layers, **stack),
+        encoder=Encoder(
+            fields | {"extra": config.extra_global_tokens},
+            config.encoder_layers,
+            variants=_variants(config, pattern="encoder_attention"),
+            **stack,
+        ),
+        decoder=Decoder(
+            fields,
+            config.decoder_layers,
+            variants=_variants(
+                config, pattern="decoder_attention", cross_pattern="cross_attention"
+            ),
+            **stack,
+        ),
         output=output,
     )
+
+
+def read_patterns(config: ModelConfig, field: str) -> tuple[Pattern, ...]:
+    """Return the patterns that a field of the configuration describes, in turn.
+
+    Raises:
+        ConfigError: it does not parse, or is one of more or fewer heads than there are.
+    """
+    try:
+        patterns = parse_layers(getattr(config, field))
+        for pattern in patterns:
+            check_heads(pattern, config.heads)
+            check_kv_heads(pattern, config.kv_heads or config.heads)
+    except ValueError as error:
+        raise ConfigError(f"model.{field}: {error}") from None
+    return patterns
+
+
+def _variants(config: ModelConfig, **fields: str) -> tuple[FrozenDict, ...]:
+    """What changes from layer to layer: fields of a block, after settings."""
+    of_fields = {name: read_patterns(config, field) for name, field in fields.items()}
+    turn = math.lcm(*map(len, of_fields.values()))
+    return tuple(
+        FrozenDict({name: _at(each, n) for name, each in of_fields.items()})
+        for n in range(turn)
+    )
+
+
+def _at(patterns: tuple[Pattern, ...], turn: int) -> Pattern | None:
+    """The pattern of a turn; None where it allows all."""
+    pattern = patterns[turn % len(patterns)]
+    return None if pattern == full() else pattern
 
 
 def _token_frontend(config: ModelConfig, vocab: int, dtype: Any) -> TokenFrontend:

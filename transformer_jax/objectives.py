@@ -4,16 +4,21 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from transformer_jax.attention.reach import first_edges
 from transformer_jax.config import Config, ConfigError, DecodeConfig, TrainConfig
 from transformer_jax.corruption import Corruption, DecoderInputs, corruption_at
 from transformer_jax.losses import cross_entropy
+from transformer_jax.models import read_patterns
+from transformer_jax.patterns import causal
 from transformer_jax.types import Batch, PyTree
 
 # (params, batch, ...) -> (sum, weight)
@@ -186,6 +191,7 @@ def validate(config: Config) -> None:
     _check_optimizer(config.train)
     _check_corruption(config.train)
     _check_lengths(config)
+    _check_attention(config)
 
 
 def check_nbest(config: DecodeConfig, nbest: int) -> None:
@@ -263,6 +269,33 @@ def _changed(record: Any, names: Collection[str]) -> dict[str, Any]:
         for item in dataclasses.fields(record)
         if item.name in names and getattr(record, item.name) != item.default
     }
+
+
+def _check_attention(config: Config) -> None:
+    """Refuse patterns that do not parse, or leave a place of the longest nothing."""
+    longest = config.data.bucket_lengths[-1]
+    source = max(longest, config.decode.max_source_length)
+    target = max(longest, config.decode.max_length)
+    sides = {
+        "encoder_attention": (source, source),
+        "decoder_attention": (target, target),
+        "cross_attention": (target, source),
+    }
+    for field, (rows, columns) in sides.items():
+        for pattern in read_patterns(config.model, field):
+            if field == "decoder_attention":
+                pattern &= causal()
+            heads = range(pattern.heads or 1)
+            # A head may be silent at a place where another is not.
+            of_heads = (
+                first_edges(pattern.of_head(n), rows, columns, 0) for n in heads
+            )
+            first = functools.reduce(np.minimum, (keys for keys, _ in of_heads))
+            if (dead := np.flatnonzero(first == columns)).size:
+                raise ConfigError(
+                    f"model.{field} {str(pattern)!r} leaves place {dead[0]} nothing to "
+                    "attend: join another pattern to it by |"
+                )
 
 
 def _check_lengths(config: Config) -> None:

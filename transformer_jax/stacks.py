@@ -1,10 +1,11 @@
 """Blocks in a row: what encoder and decoder share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+from flax.core import FrozenDict
 
 from transformer_jax.layers import (
     FeedForward,
@@ -12,6 +13,7 @@ from transformer_jax.layers import (
     make_norm,
     residual,
 )
+from transformer_jax.patterns import Pattern
 from transformer_jax.positions import Alibi, T5Bias, alibi_slopes
 from transformer_jax.types import HEADS, LAYERS, POSITION, PyTree
 
@@ -38,12 +40,24 @@ class Block(nn.Module):
     attention_dropout: float
     positions: str
     dtype: Any
+    # The edges of self-attention and of cross-attention; None allows all.
+    pattern: Pattern | None = None
+    cross_pattern: Pattern | None = None
+    # Places before the sequence that hold extra tokens.
+    extra: int = 0
 
     def make_self_attention(self) -> MultiHeadAttention:
         """Return an attention sublayer for one sequence, which knows positions."""
-        return self.make_attention(rotary=self.positions == "rotary")
+        rotary = self.positions == "rotary"
+        return self._make_attention(
+            rotary=rotary, pattern=self.pattern, extra=self.extra
+        )
 
-    def make_attention(self, *, rotary: bool = False) -> MultiHeadAttention:
+    def make_cross_attention(self) -> MultiHeadAttention:
+        """Return an attention sublayer for a memory."""
+        return self._make_attention(pattern=self.cross_pattern)
+
+    def _make_attention(self, **fields: Any) -> MultiHeadAttention:
         """Return an attention sublayer of this block's sizes."""
         return MultiHeadAttention(
             self.width,
@@ -52,7 +66,7 @@ class Block(nn.Module):
             self.head_width,
             self.attention_dropout,
             self.dtype,
-            rotary,
+            **fields,
         )
 
     def make_feed_forward(self) -> FeedForward:
@@ -72,13 +86,51 @@ class Block(nn.Module):
         )
 
 
-class Stack(nn.Module):
-    """`length` blocks of one kind, unrolled or scanned, with a remat policy.
+class Turn(nn.Module):
+    """Blocks of several variants, one after the other: what a scan repeats."""
 
-    `block.SCANNED` names its methods and how many `shared` arguments each takes. They
-    take `(carry, scanned, *shared)` and return `(carry, scanned)`;
-    what is scanned holds one entry a layer: a tuple when unrolled, axis 1 of every leaf
-    when scanned (axis 0 is the batch).
+    block: type[Block]
+    fields: Mapping[str, Any]
+    variants: tuple[Mapping[str, Any], ...]
+
+    def setup(self) -> None:
+        self.blocks = [self.block(**self.fields, **each) for each in self.variants]
+
+
+def _turn_of(block: type[Block]) -> type[Turn]:
+    """A `Turn` with the methods of a block, for a scan to lift."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def run(self: Turn, carry: PyTree, scanned: Any, *shared: Any) -> Any:
+            return _in_turn(self.blocks, name, carry, scanned, *shared)
+
+        run.__name__ = name
+        return run
+
+    return type("Turn", (Turn,), {name: method(name) for name in block.SCANNED})
+
+
+def _in_turn(
+    blocks: Sequence[Block], method: str, carry: PyTree, scanned: Any, *shared: Any
+) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Run one method of every block; return carry and what each scanned."""
+    results = []
+    for number, block in enumerate(blocks):
+        entry = None if scanned is None else scanned[number]
+        carry, result = getattr(block, method)(carry, entry, *shared)
+        results.append(result)
+    return carry, tuple(results)
+
+
+class Stack(nn.Module):
+    """`length` blocks, unrolled or scanned, with a remat policy.
+
+    Blocks differ by their `variants`, which repeat in turn; they are scanned over whole
+    turns, and unrolled where that does not come out even. `block.SCANNED` names their
+    methods and how many `shared` arguments each takes. They take `(carry, scanned,
+    *shared)` and return `(carry, scanned)`; what is scanned is a tuple: an entry a
+    layer when unrolled, an entry a variant when scanned, whose leaves hold its layers
+    on axis 1 (axis 0 is the batch).
     """
 
     block: type[Block]
@@ -86,19 +138,27 @@ class Stack(nn.Module):
     length: int
     scan: bool
     remat: str
+    variants: tuple[Mapping[str, Any], ...] = (FrozenDict(),)
 
     def setup(self) -> None:
         block = self.block
+        scanned = is_scanned(self.scan, self.length, self.variants)
         if self.remat != "none":
             block = nn.remat(
                 block,
                 policy=REMAT_POLICIES[self.remat],
-                prevent_cse=not self.scan,
+                prevent_cse=not scanned,
             )
-        if self.scan:
-            self.layers = self._scanned(block)(**self.fields)
+        if not scanned:
+            self.layers = [
+                block(**self.fields, **self.variants[n % len(self.variants)])
+                for n in range(self.length)
+            ]
+        elif len(self.variants) == 1:
+            self.layers = self._scanned(block)(**self.fields, **self.variants[0])
         else:
-            self.layers = [block(**self.fields) for _ in range(self.length)]
+            turn = self._scanned(_turn_of(block))
+            self.layers = turn(block, self.fields, self.variants)
 
     def _scanned(self, block: type[nn.Module]) -> type[nn.Module]:
         def lift(shared: int) -> dict[str, Any]:
@@ -107,7 +167,7 @@ class Stack(nn.Module):
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": (1,) + (nn.broadcast,) * shared,
                 "out_axes": 1,
-                "length": self.length,
+                "length": self.length // len(self.variants),
                 "metadata_params": {nn.PARTITION_NAME: LAYERS},
             }
 
@@ -118,14 +178,16 @@ class Stack(nn.Module):
         self, method: str, carry: PyTree, scanned: PyTree, *shared: Any
     ) -> tuple[PyTree, PyTree]:
         """Run one method of every block in turn; return carry and what was scanned."""
-        if self.scan:
+        if not is_scanned(self.scan, self.length, self.variants):
+            return _in_turn(self.layers, method, carry, scanned, *shared)
+        if len(self.variants) > 1:
             return getattr(self.layers, method)(carry, scanned, *shared)
-        results = []
-        for number, layer in enumerate(self.layers):
-            entry = None if scanned is None else scanned[number]
-            carry, result = getattr(layer, method)(carry, entry, *shared)
-            results.append(result)
-        return carry, tuple(results)
+        return _in_turn((self.layers,), method, carry, scanned, *shared)
+
+
+def is_scanned(scan: bool, length: int, variants: Sequence[Any]) -> bool:
+    """Tell whether a stack is scanned: it is to be, and whole turns fill it."""
+    return scan and length % len(variants) == 0
 
 
 class Tower(nn.Module):
@@ -142,10 +204,14 @@ class Tower(nn.Module):
     layers: int
     scan: bool
     remat: str
+    # Fields that change from layer to layer, in turn.
+    variants: tuple[Mapping[str, Any], ...] = (FrozenDict(),)
 
     def setup(self) -> None:
         fields = self.block_fields
-        self.stack = Stack(self.BLOCK, fields, self.layers, self.scan, self.remat)
+        self.stack = Stack(
+            self.BLOCK, fields, self.layers, self.scan, self.remat, self.variants
+        )
         if fields["norm_position"] == "pre":
             self.last_norm = make_norm(fields["norm"], fields["dtype"])
         if fields["positions"] == "t5":

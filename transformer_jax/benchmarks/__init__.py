@@ -3,7 +3,7 @@
 `run` says what it finds on standard error and returns what is printed as one JSON line.
 """
 
-from transformer_jax.benchmarks import decode, train
+from transformer_jax.benchmarks import attention, decode, train
 
 # Benchmark by its name in `transformer-jax bench NAME`.
-BENCHMARKS = {"decode": decode, "train": train}
+BENCHMARKS = {"attention": attention, "decode": decode, "train": train}

@@ -35,8 +35,7 @@ class Shape:
     seed: int = setting(0, "Seed of weights and data.", low=0)
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            _check(item, getattr(self, item.name))
+        check_settings(self)
         self.model_config(1, 1)  # Its own checks.
 
     def model_config(
@@ -75,6 +74,16 @@ class Symbols(NamedTuple):
     def bos_id(self) -> int:
         """What begins an output."""
         return self.pad_id
+
+
+def check_settings(settings: Any) -> None:
+    """Check every field of a record of settings.
+
+    Raises:
+        ConfigError: one does not keep its rule.
+    """
+    for item in dataclasses.fields(settings):
+        _check(item, getattr(settings, item.name))
 
 
 def _check(item: dataclasses.Field, value: Any) -> None:

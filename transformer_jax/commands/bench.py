@@ -3,14 +3,17 @@
   transformer-jax bench decode [--batches=1,8,32] [--depths=6-6,12-1] [--beam=4]
       [--systems=jax,transformers,ctranslate2,ctranslate2-int8]
       [--lengths=fixed,natural] [--largest=64,128,256]
+  transformer-jax bench attention [--patterns="local(128); strided(128)"]
+      [--lengths=4096,16384] [--heads=8] [--passes=forward,backward] [--block=128]
+      [--systems=jax,jax-dense,jax-nn,torch-sdpa,torch-flex] [--dtype=bfloat16]
   transformer-jax bench train [--rows=32] [--systems=jax,torch,torch-compile]
       [--depth=6-6] [--dropout=0.1] [--compile_seconds=900]
 
-Both take --width, --heads, --feed_forward, --vocabulary, --source_length,
---target_length, --rounds, --seconds, --pause and --seed. Weights are drawn by chance,
-the same in all systems. Others are measured if `pip install "transformer-jax[bench]"`
-has put them there; what is missing is said. A table goes to standard error, all numbers
-to the JSON line. The machine should be idle.
+decode and train take --width, --heads, --feed_forward, --vocabulary, --source_length
+and --target_length, all take --rounds, --seconds, --pause and --seed. Weights are drawn
+by chance, the same in all systems. Others are measured if they are installed (`pip
+install "transformer-jax[bench]"`); what is missing is said. A table goes to standard
+error, all numbers to the JSON line. The machine should be idle.
 """
 
 import dataclasses
