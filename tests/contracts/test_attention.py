@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pattern_oracle import texts
 
 from transformer_jax import attention, masks
-from transformer_jax.patterns import local
+from transformer_jax.patterns import local, parse
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -62,6 +62,28 @@ def test_any_union_in_tiles_equals_the_oracle(text, offset):
     call = {"pattern": text, "query_offset": offset, "dropout_rate": 0.2}
     case = Case(call | {"key_value_seq_lengths": [7, 4]}, "slopes")
     check_case("dot_product/xla", case, jnp.float32, 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_scale_has_a_gradient(name):
+    """By differences; a query without a key is NaN, and narrow products do not."""
+    query, key, value = operands()
+    query = query.at[:, 0].set(jnp.nan)
+    pattern = parse("causal() & ~local(0)")
+
+    @jax.jit
+    def total(scale):
+        call = {"pattern": pattern, "scale": scale}
+        return (kernel_of(name)(query, key, value, **call) ** 2).sum()
+
+    scale, step = jnp.float32(0.4), jnp.float32(1e-2)
+    found = jax.jit(jax.grad(total))(scale)
+    wanted = (total(scale + step) - total(scale - step)) / (2 * step)
+    np.testing.assert_allclose(found, wanted, rtol=1e-2)
+    # In float16 the scaled query would be infinite, the scaled product is not.
+    large = [jnp.full(x.shape, c, jnp.float16) for x, c in ((query, 30), (key, 1e-3))]
+    output = run(name, *large, value.astype(jnp.float16), scale=jnp.float16(3000))
+    assert np.isfinite(output).all()
 
 
 @pytest.mark.parametrize("name", EXACT)

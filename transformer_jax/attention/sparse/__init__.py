@@ -33,10 +33,8 @@ def attend(
     if not call.query.size or not call.key.size:
         # Of nothing there are no tiles.
         return dense.attend(call)
-    query, scale = call.query, call.scale
-    if isinstance(scale, jax.Array):
-        # The tiles want a number; a traced one goes into the queries.
-        query, scale = query * scale.astype(query.dtype), 1.0
+    # A number is static; only an array has a gradient.
+    scale = call.scale if isinstance(call.scale, jax.Array) else None
     if callable(call.bias) and jax.tree.leaves(call.bias) == [call.bias]:
         # A plain function: static, it has nothing to differentiate.
         call = call._replace(bias=jax.tree_util.Partial(call.bias))
@@ -46,12 +44,12 @@ def attend(
         groups[pattern.of_head(head)].append(head)
     results, order = [], []
     for of_group, heads in groups.items():
-        some = _of_heads(call._replace(query=query, pattern=of_group), heads)
+        some = _of_heads(call._replace(pattern=of_group), heads)
         some, clean = _cleaned(some)
         plan = Plan(
             pattern=of_group,
             offset=call.offset,
-            scale=float(scale),
+            scale=1.0 if scale is not None else float(call.scale),
             block=choose_block(some, block_size),
             rate=call.rate,
             heads=tuple(heads),
@@ -59,11 +57,10 @@ def attend(
             clean=clean,
             sizes=some.sizes,
         )
-        results.append(
-            walk.attend(
-                plan, some.query, some.key, some.value, some.bias, some.limits, call.rng
-            )
+        arrays = walk.Operands(
+            some.query, some.key, some.value, scale, some.bias, some.limits, call.rng
         )
+        results.append(walk.attend(plan, arrays))
         order.extend(heads)
     if len(results) == 1:
         return results[0]

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     Attributes:
         pattern: of every head.
         offset: position of the first query.
-        scale: factor of the scores.
+        scale: factor of the scores, besides one that is an array.
         block: places of a tile.
         rate: chance to drop an edge.
         heads: numbers of the query heads.

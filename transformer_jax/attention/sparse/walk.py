@@ -7,7 +7,7 @@ backward pass computes the weights anew from the final one.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,42 +25,47 @@ BUDGET = 1 << 19
 AT_ONCE = 8
 
 
+class Operands(NamedTuple):
+    """What is not static of a call whose heads have one pattern.
+
+    Attributes:
+        query: `[B, T, N, H]`.
+        key: `[B, S, K, H]`.
+        value: `[B, S, K, V]`.
+        scale: a factor of the scores that has a gradient, or None.
+        bias: see `arguments.check_bias`.
+        limits: what forbids edges besides the pattern.
+        rng: the PRNG key of dropout, or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    scale: Array | None
+    bias: Any
+    limits: Limits
+    rng: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    plan: Plan,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Any,
-    limits: Limits,
-    rng: Any,
-) -> tuple[Array, Array]:
+def attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Return output `[B, T, N, V]` and log-sum-exp `[B, T, N]`, in 32 or 64 bits."""
-    return _forward(plan, query, key, value, bias, limits, rng)[0]
+    return _forward(plan, operands)[0]
 
 
-def _forward(
-    plan: Plan,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Any,
-    limits: Limits,
-    rng: Any,
-) -> tuple[tuple[Array, Array], tuple]:
-    walks = [
-        _Walk(plan, part, key, value, bias, limits, rng) for part in parts_of(plan)
-    ]
+def _forward(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple]:
+    query, value = operands.query, operands.value
+    walks = [_Walk(plan, part, operands) for part in parts_of(plan)]
     if walks:
         result = functools.reduce(merge, (walk.forward(query) for walk in walks))
     else:
         result = _nothing((*query.shape[:3], value.shape[-1]), _wide(query))
-    return result, (query, key, value, bias, limits, rng, *result)
+    return result, (operands, *result)
 
 
 def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, bias, limits, rng, output, residual = saved
-    wide = _wide(query)
+    operands, output, residual = saved
+    query, value, wide = operands.query, operands.value, _wide(operands.query)
     alive = residual > -jnp.inf
     up = jnp.where(alive[..., None], cotangents[0], jnp.zeros((), wide))
     mean = (up * output).sum(-1)
@@ -71,16 +76,14 @@ def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tupl
         mean,
         jnp.where(alive, residual, jnp.zeros((), wide)),
     )
-    sums = [jnp.zeros(x.shape, wide) for x in (query, key, value)]
-    sums.append(jax.tree.map(jnp.zeros_like, bias))
+    wanted = (query, operands.key, value, operands.scale)
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), wanted)
+    sums = (*sums, jax.tree.map(jnp.zeros_like, operands.bias))
     for part in parts_of(plan):
-        new = _Walk(plan, part, key, value, bias, limits, rng).backward(rows)
-        sums = [jax.tree.map(jnp.add, a, b) for a, b in zip(sums, new, strict=True)]
-    *gradients, bias_gradient = sums
-    gradients = [
-        x.astype(of.dtype) for x, of in zip(gradients, (query, key, value), strict=True)
-    ]
-    return *gradients, bias_gradient, None, None
+        new = _Walk(plan, part, operands).backward(rows)
+        sums = jax.tree.map(jnp.add, sums, new)
+    gradients = jax.tree.map(lambda x, of: x.astype(of.dtype), sums[:4], wanted)
+    return (Operands(*gradients, sums[4], None, None),)
 
 
 attend.defvjp(_forward, _backward)
@@ -112,18 +115,9 @@ class _Walk:
     Axes as in `edges`: a step looks at n query tiles and at W key tiles of each.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        part: Part,
-        key: Array,
-        value: Array,
-        bias: Any,
-        limits: Limits,
-        rng: Any,
-    ) -> None:
-        self.plan, self.part, self.bias = plan, part, bias
-        self.limits, self.rng = limits, rng
+    def __init__(self, plan: Plan, part: Part, operands: Operands) -> None:
+        self.plan, self.part = plan, part
+        _, key, value, self.scale, self.bias, self.limits, self.rng = operands
         self.wide = _wide(key)
         self.product = functools.partial(jnp.einsum, preferred_element_type=self.wide)
         self.at_once, self.width = self._step_sizes()
@@ -165,7 +159,9 @@ class _Walk:
     def _mean(self, rows: Array, columns: Array, query: Array) -> tuple[Array, Array]:
         """Output `[n, B, q, K, G, V]` and log-sum-exp over some key tiles."""
         edges = self._edges(rows, columns)
-        scores = edges.biased(self._scores(edges, columns, query), self.bias)
+        scores = edges.biased(
+            self._scaled(self._products(edges, columns, query)), self.bias
+        )
         top = scores.max(-1, keepdims=True)
         top = jnp.where(top == -jnp.inf, jnp.zeros((), self.wide), top)
         powers = jnp.exp(scores - top)
@@ -178,7 +174,7 @@ class _Walk:
         return output / _rows_first(safe)[..., None], _rows_first(residual)
 
     def backward(self, rows: tuple[Array, ...]) -> tuple:
-        """Gradients of query, key, value and bias.
+        """Gradients of query, key, value, scale and bias.
 
         `rows` holds of every query what its whole row needs: the query, the output's
         cotangent, the mean of the weights' cotangents less the log-sum-exp's, and the
@@ -199,14 +195,17 @@ class _Walk:
         sums = (
             jnp.zeros(self.key.shape, self.wide),
             jnp.zeros(self.value.shape, self.wide),
+            None if self.scale is None else jnp.zeros((), self.wide),
             jax.tree.map(jnp.zeros_like, self.bias),
         )
         xs = tuple(map(self._query_tiles, rows))
-        (key_sum, value_sum, bias_sum), query_sum = self._over_rows(step, sums, xs)
+        sums, query_sum = self._over_rows(step, sums, xs)
+        key_sum, value_sum, scale_sum, bias_sum = sums
         return (
             self._restored(query_sum, 0.0),
             self._restored_keys(key_sum),
             self._restored_keys(value_sum),
+            scale_sum,
             bias_sum,
         )
 
@@ -221,9 +220,10 @@ class _Walk:
         residual: Array,
     ) -> tuple:
         """`sums` with what these tiles add, and what they add to the queries'."""
-        key_sum, value_sum, bias_sum = sums
+        key_sum, value_sum, scale_sum, bias_sum = sums
         edges = self._edges(rows, columns)
-        raw = self._scores(edges, columns, query)
+        products = self._products(edges, columns, query)
+        raw = self._scaled(products)
         if callable(self.bias):
             scores, pullback = jax.vjp(lambda bias: edges.biased(raw, bias), self.bias)
         else:
@@ -239,7 +239,10 @@ class _Walk:
             bias_sum = jax.tree.map(jnp.add, bias_sum, pullback(change)[0])
         elif self.bias is not None:
             bias_sum = edges.give(bias_sum, change.astype(bias_sum.dtype))
-        change = (change * self.plan.scale).astype(query.dtype)
+        if self.scale is not None:
+            # Of edges that are none the change is 0, and keys and queries are too.
+            scale_sum += self.plan.scale * (change * products).sum()
+        change = self._scaled(change).astype(query.dtype)
         return (
             self.access.add(
                 key_sum, columns, self.product("nBKGqs,nBqKGH->nBsKH", change, query)
@@ -247,6 +250,7 @@ class _Walk:
             self.access.add(
                 value_sum, columns, self.product("nBKGqs,nBqKGV->nBsKV", kept, up)
             ),
+            scale_sum,
             bias_sum,
             self.product("nBKGqs,nBsKH->nBqKGH", change, keys),
         )
@@ -254,10 +258,13 @@ class _Walk:
     def _edges(self, rows: Array, columns: Array) -> Edges:
         return Edges(self.plan, self.part, self.limits, self.rng, rows, columns)
 
-    def _scores(self, edges: Edges, columns: Array, query: Array) -> Array:
+    def _scaled(self, x: Array) -> Array:
+        x = x * jnp.asarray(self.plan.scale, self.wide)
+        return x if self.scale is None else x * self.scale.astype(self.wide)
+
+    def _products(self, edges: Edges, columns: Array, query: Array) -> Array:
         keys = edges.live(self.access.read(self.key, columns))
-        scores = self.product("nBqKGH,nBsKH->nBKGqs", query, keys)
-        return scores * jnp.asarray(self.plan.scale, self.wide)
+        return self.product("nBqKGH,nBsKH->nBKGqs", query, keys)
 
     def _over_columns(
         self, look: Callable, carry: tuple, rows: Array, columns: Array, *arrays: Array
