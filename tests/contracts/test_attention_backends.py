@@ -18,7 +18,7 @@ from transformer_jax.attention import (
     dot_product_attention,
     splash,
 )
-from transformer_jax.patterns import causal, local, parse, per_head
+from transformer_jax.patterns import causal, full, local, parse, per_head
 
 B, N, K, H, V = 2, 4, 2, 24, 40
 SEGMENTS = [[1] * 70 + [2] * 60 + [0] * 20, [3] * 150]
@@ -30,9 +30,31 @@ def drawn(rows, columns, width=V):
     return [normal(B, *shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def compare(implementation, arrays, **call):
+def allowed_edges(rows, columns, call):
+    """`[B, T, S]`, of the arguments that these kernels take."""
+    pattern = call.get("pattern", full()) & (
+        causal() if "is_causal" in call else full()
+    )
+    edges = pattern.dense(rows, columns, query_offset=call.get("query_offset", 0))
+    t, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
+    ends = call.get("query_seq_lengths"), call.get("key_value_seq_lengths")
+    for places, end in zip((t, j), ends, strict=True):
+        if end is not None:
+            edges = edges & (places < np.asarray(end)[:, None, None])
+    if "query_segment_ids" in call:
+        ids = np.asarray(call["query_segment_ids"])
+        same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+        edges = edges & same
+    return np.broadcast_to(edges, (B, rows, columns))
+
+
+def assert_equals_reference(implementation, arrays, **call):
     """Forward and backward, with NaN in keys and queries that nothing reads."""
     query, key, value, cotangent = arrays
+    edges = allowed_edges(query.shape[1], key.shape[1], call)
+    dead = ~edges.any(2), ~edges.any(1)
+    query = jnp.where(dead[0][..., None, None], jnp.nan, query)
+    key, value = (jnp.where(dead[1][..., None, None], jnp.nan, x) for x in (key, value))
 
     def both(implementation, *arrays):
         attend = functools.partial(
@@ -78,11 +100,7 @@ def test_splash_keeps_the_contract(text, sizes, call, monkeypatch):
     arrays = drawn(*sizes)
     if "query_segment_ids" in call:
         call = {**call, "key_value_segment_ids": call["query_segment_ids"]}
-        dead = call["query_segment_ids"] == 0
-        for place in range(3):
-            shape = (*dead.shape, 1, 1)
-            arrays[place] = jnp.where(dead.reshape(shape), jnp.nan, arrays[place])
-    compare("splash", arrays, pattern=parse(text), scale=0.3, **call)
+    assert_equals_reference("splash", arrays, pattern=parse(text), scale=0.3, **call)
     splash._kernel.cache_clear()
 
 
@@ -141,7 +159,7 @@ def test_splash_is_chosen_on_a_tpu_alone(monkeypatch):
 def test_cudnn_keeps_the_contract(call, monkeypatch):
     """What stands around the call of `jax.nn`; here its other backend answers."""
     monkeypatch.setattr(cudnn, "BACKEND", "xla")
-    compare("cudnn", drawn(9, 9, H), **call)
+    assert_equals_reference("cudnn", drawn(9, 9, H), **call)
 
 
 def test_what_cudnn_cannot_do_names_the_alternative():

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from transformer_jax.attention.sparse.structures import (
-    GlobalColumns,
-    GlobalRows,
+    GlobalSide,
     Sizes,
     Structure,
     Tiling,
@@ -160,7 +159,7 @@ def _expanded(pattern: Pattern) -> list[tuple[Pattern, ...]]:
         case atoms.Fixed():
             return [(part,) for part in pattern.parts]
         case atoms.GlobalTokens():
-            return [(GlobalColumns(pattern),), (GlobalRows(pattern),)]
+            return [(GlobalSide(pattern, False),), (GlobalSide(pattern, True),)]
     return [(pattern,)]
 
 

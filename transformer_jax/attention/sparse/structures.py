@@ -10,7 +10,7 @@ import numpy as np
 from transformer_jax.attention.sparse.tiling import Grid, Selection
 from transformer_jax.patterns import Pattern, atoms
 from transformer_jax.patterns.random import RandomBlocks
-from transformer_jax.patterns.ranges import EMPTY, FULL, PARTIAL, Range
+from transformer_jax.patterns.ranges import FULL, Range, states_of
 
 Tiling = Grid | Selection
 
@@ -47,45 +47,26 @@ class Structure(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalRows(Pattern):
-    """The edges of global queries."""
+class GlobalSide(Pattern):
+    """The edges of global queries, or those of global keys."""
 
     tokens: atoms.GlobalTokens
+    of_queries: bool
 
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
-        return self.tokens.is_global(i) & (j == j)
+        one, other = (i, j) if self.of_queries else (j, i)
+        # Of the other only the shape matters.
+        return self.tokens.is_global(one) & (other == other)
 
     def states(self, rows: Range, columns: Range) -> np.ndarray:
         """See `Pattern`."""
-        return _counted(self.tokens.count(rows), rows)
+        positions = rows if self.of_queries else columns
+        count = self.tokens.count(positions)
+        return states_of(count == positions.stop - positions.start, count == 0)
 
     def __str__(self) -> str:
-        return f"rows of {self.tokens}"
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalColumns(Pattern):
-    """The edges of global keys."""
-
-    tokens: atoms.GlobalTokens
-
-    def allowed(self, i: Any, j: Any) -> Any:
-        """See `Pattern`."""
-        return self.tokens.is_global(j) & (i == i)
-
-    def states(self, rows: Range, columns: Range) -> np.ndarray:
-        """See `Pattern`."""
-        return _counted(self.tokens.count(columns), columns)
-
-    def __str__(self) -> str:
-        return f"columns of {self.tokens}"
-
-
-def _counted(count: np.ndarray, positions: Range) -> np.ndarray:
-    """The state where `count` of the positions are allowed, the rest is not."""
-    everything = count == positions.stop - positions.start
-    return np.where(everything, FULL, np.where(count > 0, PARTIAL, EMPTY))
+        return f"{'rows' if self.of_queries else 'columns'} of {self.tokens}"
 
 
 def structure_of(pattern: Pattern, sizes: Sizes) -> Structure:
@@ -241,10 +222,14 @@ def _summaries(pattern: atoms.Columns, sizes: Sizes) -> Structure:
     return _columns(positions[pattern.allowed(positions, positions)], sizes)
 
 
-def _global_columns(pattern: GlobalColumns, sizes: Sizes) -> Structure:
-    """The columns of global keys, side by side."""
-    positions = np.arange(sizes.columns)
-    return _columns(positions[pattern.tokens.is_global(positions)], sizes)
+def _global_side(pattern: GlobalSide, sizes: Sizes) -> Structure:
+    """The rows of global queries, or the columns of global keys, side by side."""
+    begin, count = (
+        (sizes.offset, sizes.rows) if pattern.of_queries else (0, sizes.columns)
+    )
+    positions = np.arange(begin, begin + count)
+    chosen = positions[pattern.tokens.is_global(positions)]
+    return (_rows if pattern.of_queries else _columns)(chosen, sizes)
 
 
 def _columns(chosen: np.ndarray, sizes: Sizes) -> Structure:
@@ -254,10 +239,7 @@ def _columns(chosen: np.ndarray, sizes: Sizes) -> Structure:
     return _made(5, queries, keys, functools.partial(_every, keys), _all_states)
 
 
-def _global_rows(pattern: GlobalRows, sizes: Sizes) -> Structure:
-    """The rows of global queries, one below the other."""
-    positions = np.arange(sizes.offset, sizes.offset + sizes.rows)
-    chosen = positions[pattern.tokens.is_global(positions)]
+def _rows(chosen: np.ndarray, sizes: Sizes) -> Structure:
     _, keys = _plain(sizes)
     tile = min(sizes.block, max(1, len(chosen)))
     queries = Selection(sizes.offset, sizes.rows, tile, chosen)
@@ -269,6 +251,5 @@ STRUCTURES: dict[type[Pattern], Callable[[Any, Sizes], Structure]] = {
     atoms.Chunked: _chunks,
     RandomBlocks: _random,
     atoms.Columns: _summaries,
-    GlobalColumns: _global_columns,
-    GlobalRows: _global_rows,
+    GlobalSide: _global_side,
 }
