@@ -13,7 +13,7 @@ from transformer_jax.attention.sparse.parts import Part, is_band
 
 
 class Access:
-    """Reads and writes tiles `[B, C, k, K, H]`, n rows and W tiles of each at once.
+    """Reads and writes tiles `[B, K, C, k, H]`, n rows and W tiles of each at once.
 
     Attributes:
         columns: int32 `[R, W]`, the key tiles of all steps' rows; below 0 or from C on
@@ -49,44 +49,43 @@ class Access:
         """Add tiles of zeros, so that every slice lies within."""
         if not self._front + self._behind:
             return tiles
-        return jnp.pad(
-            tiles, ((0, 0), (self._front, self._behind), (0, 0), (0, 0), (0, 0))
-        )
+        none = (0, 0)
+        return jnp.pad(tiles, (none, none, (self._front, self._behind), none, none))
 
     def cut(self, tiles: Array) -> Array:
         """Undo `padded`."""
-        return tiles[:, self._front : tiles.shape[1] - self._behind]
+        return tiles[:, :, self._front : tiles.shape[2] - self._behind]
 
     def read(self, tiles: Array, columns: Int[Array, "n W"]) -> Array:
-        """Return the tiles of n rows, `[n, B, W k, K, H]`."""
+        """Return the tiles of n rows, `[n, B, K, W k, H]`."""
         n, width = columns.shape
         if not self._sliced:
-            take = jax.vmap(lambda c: jnp.take(tiles, c, axis=1, mode="clip"))
+            take = jax.vmap(lambda c: jnp.take(tiles, c, axis=2, mode="clip"))
             found = take(columns)
         else:
             block = self._slice(tiles, columns, n + width - 1)
-            windows = [block[:, i : i + width] for i in range(n)]
+            windows = [block[:, :, i : i + width] for i in range(n)]
             found = windows[0][None] if n == 1 else jnp.stack(windows)
-        return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+        return found.reshape(*found.shape[:3], -1, found.shape[-1])
 
     def add(self, tiles: Array, columns: Int[Array, "n W"], new: Array) -> Array:
-        """Add `[n, B, W k, K, H]` to the tiles of n rows."""
+        """Add `[n, B, K, W k, H]` to the tiles of n rows."""
         n, width = columns.shape
-        new = new.reshape(*new.shape[:2], width, -1, *new.shape[3:])
+        new = new.reshape(*new.shape[:3], width, -1, new.shape[-1])
         if not self._sliced:
             # What is none lies behind the end, and is dropped.
-            index = jnp.where(columns < 0, tiles.shape[1], columns)
-            return tiles.at[:, index].add(jnp.moveaxis(new, 0, 1), mode="drop")
+            index = jnp.where(columns < 0, tiles.shape[2], columns)
+            return tiles.at[:, :, index].add(jnp.moveaxis(new, 0, 2), mode="drop")
         block = self._slice(tiles, columns, n + width - 1)
         for i in range(n):
-            block = block.at[:, i : i + width].add(new[i])
+            block = block.at[:, :, i : i + width].add(new[i])
         return jax.lax.dynamic_update_slice_in_dim(
-            tiles, block, columns[0, 0] + self._front, axis=1
+            tiles, block, columns[0, 0] + self._front, axis=2
         )
 
     def _slice(self, tiles: Array, columns: Array, size: int) -> Array:
         return jax.lax.dynamic_slice_in_dim(
-            tiles, columns[0, 0] + self._front, size, axis=1
+            tiles, columns[0, 0] + self._front, size, axis=2
         )
 
 

@@ -124,10 +124,10 @@ class Edges:
         return total.at[:, :, t, s].add(change.sum(axes, keepdims=True))
 
     def live(self, tiles: Array) -> Array:
-        """Keys or values `[n, B, s, K, H]`, zero where no query of a tile reads."""
+        """Keys or values `[n, B, K, s, H]`, zero where no query of a tile reads."""
         if self._plan.clean:
             return tiles
-        live = self.allowed.any((3, 4)).swapaxes(2, 3)[..., None]
+        live = self.allowed.any((3, 4))[..., None]
         return jnp.where(live, tiles, jnp.zeros((), tiles.dtype))
 
     def biased(self, scores: Array, bias: Any) -> Array:

@@ -6,6 +6,7 @@ backward pass computes the weights anew from the final one.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,6 +106,17 @@ def _nothing(shape: tuple[int, ...], wide: Any) -> tuple[Array, Array]:
     return jnp.zeros(shape, wide), jnp.full(shape[:-1], -jnp.inf, wide)
 
 
+def _product(equation: str, a: Array, b: Array, wide: Any) -> Array:
+    """Multiply matrices: b stands for n, B and K together, q for G and q.
+
+    In this form a compiler takes a product as it is; others it transposes first.
+    """
+    flat = (x.reshape(math.prod(x.shape[:3]), -1, x.shape[-1]) for x in (a, b))
+    out = jnp.einsum(equation, *flat, preferred_element_type=wide)
+    rows = a.shape[3:-1] if "->bq" in equation else out.shape[1:2]
+    return out.reshape(*a.shape[:3], *rows, out.shape[-1])
+
+
 def _wide(x: Array) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
@@ -119,7 +131,7 @@ class _Walk:
         self.plan, self.part = plan, part
         _, key, value, self.scale, self.bias, self.limits, self.rng = operands
         self.wide = _wide(key)
-        self.product = functools.partial(jnp.einsum, preferred_element_type=self.wide)
+        self.product = functools.partial(_product, wide=self.wide)
         self.at_once, self.width = self._step_sizes()
         self.access = Access(part, self.at_once, self.width)
         self.key, self.value = (self._key_tiles(x) for x in (key, value))
@@ -157,7 +169,7 @@ class _Walk:
         return self._restored(output, 0.0), self._restored(residual, -jnp.inf)
 
     def _mean(self, rows: Array, columns: Array, query: Array) -> tuple[Array, Array]:
-        """Output `[n, B, q, K, G, V]` and log-sum-exp over some key tiles."""
+        """Output `[n, B, K, G, q, V]` and log-sum-exp over some key tiles."""
         edges = self._edges(rows, columns)
         scores = edges.biased(
             self._scaled(self._products(edges, columns, query)), self.bias
@@ -168,10 +180,10 @@ class _Walk:
         total = powers.sum(-1)
         kept = edges.dropped(powers).astype(self.value.dtype)
         values = edges.live(self.access.read(self.value, columns))
-        output = self.product("nBKGqs,nBsKV->nBqKGV", kept, values)
+        output = self.product("bqs,bsh->bqh", kept, values)
         safe = jnp.where(total == 0, jnp.ones((), self.wide), total)
         residual = jnp.where(total == 0, -jnp.inf, top[..., 0] + jnp.log(safe))
-        return output / _rows_first(safe)[..., None], _rows_first(residual)
+        return output / safe[..., None], residual
 
     def backward(self, rows: tuple[Array, ...]) -> tuple:
         """Gradients of query, key, value, scale and bias.
@@ -228,13 +240,13 @@ class _Walk:
             scores, pullback = jax.vjp(lambda bias: edges.biased(raw, bias), self.bias)
         else:
             scores, pullback = edges.biased(raw, self.bias), None
-        weights = jnp.exp(scores - _rows_last(residual)[..., None])
+        weights = jnp.exp(scores - residual[..., None])
         kept = edges.dropped(weights).astype(self.value.dtype)
         keys, values = (
             edges.live(self.access.read(x, columns)) for x in (self.key, self.value)
         )
-        change = self.product("nBqKGV,nBsKV->nBKGqs", up, values)
-        change = weights * (edges.dropped(change) - _rows_last(mean)[..., None])
+        change = self.product("bqh,bsh->bqs", up, values)
+        change = weights * (edges.dropped(change) - mean[..., None])
         if pullback:
             bias_sum = jax.tree.map(jnp.add, bias_sum, pullback(change)[0])
         elif self.bias is not None:
@@ -245,14 +257,14 @@ class _Walk:
         change = self._scaled(change).astype(query.dtype)
         return (
             self.access.add(
-                key_sum, columns, self.product("nBKGqs,nBqKGH->nBsKH", change, query)
+                key_sum, columns, self.product("bqs,bqh->bsh", change, query)
             ),
             self.access.add(
-                value_sum, columns, self.product("nBKGqs,nBqKGV->nBsKV", kept, up)
+                value_sum, columns, self.product("bqs,bqh->bsh", kept, up)
             ),
             scale_sum,
             bias_sum,
-            self.product("nBKGqs,nBsKH->nBqKGH", change, keys),
+            self.product("bqs,bsh->bqh", change, keys),
         )
 
     def _edges(self, rows: Array, columns: Array) -> Edges:
@@ -264,7 +276,7 @@ class _Walk:
 
     def _products(self, edges: Edges, columns: Array, query: Array) -> Array:
         keys = edges.live(self.access.read(self.key, columns))
-        return self.product("nBqKGH,nBsKH->nBKGqs", query, keys)
+        return self.product("bqh,bsh->bqs", query, keys)
 
     def _over_columns(
         self, look: Callable, carry: tuple, rows: Array, columns: Array, *arrays: Array
@@ -291,19 +303,18 @@ class _Walk:
         return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:rows], ys)
 
     def _query_tiles(self, x: Array) -> Array:
-        """`[B, T, N, ...]` as the part's rows `[R, B, q, K, G, ...]`."""
+        """`[B, T, N, ...]` as the part's rows `[R, B, K, G, q, ...]`."""
         tiles = jax.vmap(self.part.query_tiling.arrange)(x)
         if not self._has_all_rows:
             tiles = tiles[:, self.part.rows]
         heads = (self.plan.sizes.kv_heads, self.plan.group)
-        return tiles.swapaxes(0, 1).reshape(
-            *tiles.shape[1::-1], tiles.shape[2], *heads, *tiles.shape[4:]
-        )
+        tiles = tiles.reshape(*tiles.shape[:3], *heads, *tiles.shape[4:])
+        return jnp.moveaxis(tiles, (0, 2), (1, 4))
 
     def _restored(self, x: Array, filler: float) -> Array:
         """Undo `_query_tiles`; elsewhere stands the filler."""
         tiling = self.part.query_tiling
-        x = x.swapaxes(0, 1)
+        x = jnp.moveaxis(x, (1, 4), (0, 2))
         x = x.reshape(*x.shape[:3], self.plan.sizes.heads, *x.shape[5:])
         if not self._has_all_rows:
             shape = (len(x), tiling.tiles, *x.shape[2:])
@@ -315,20 +326,11 @@ class _Walk:
         return len(self.part.rows) == self.part.query_tiling.tiles
 
     def _key_tiles(self, x: Array) -> Array:
-        """`[B, S, K, ...]` as `[B, C, k, K, ...]`."""
-        return self.access.padded(jax.vmap(self.part.key_tiling.arrange)(x))
+        """`[B, S, K, H]` as `[B, K, C, k, H]`."""
+        tiles = jax.vmap(self.part.key_tiling.arrange)(x)
+        return self.access.padded(jnp.moveaxis(tiles, 3, 1))
 
     def _restored_keys(self, x: Array) -> Array:
         """Undo `_key_tiles`; elsewhere stands zero."""
         restore = jax.vmap(lambda tiles: self.part.key_tiling.restore(tiles, 0.0))
-        return restore(self.access.cut(x))
-
-
-def _rows_first(x: Array) -> Array:
-    """`[n, B, K, G, q]` as `[n, B, q, K, G]`."""
-    return jnp.moveaxis(x, -1, 2)
-
-
-def _rows_last(x: Array) -> Array:
-    """Undo `_rows_first`."""
-    return jnp.moveaxis(x, 2, -1)
+        return restore(jnp.moveaxis(self.access.cut(x), 1, 3))
