@@ -11,9 +11,9 @@ from transformer_jax.attention import arguments, cudnn, dense, sparse, splash
 from transformer_jax.attention.arguments import Call, Limits
 from transformer_jax.attention.platform import platform
 
-# A call with fewer edges is computed densely: what a few tiles cost is all overhead.
-FEW_EDGES = 1 << 12
-# And one with more never is, if it has a pattern: its scores would fill the memory.
+# A walk over tiles takes as long as these edges of dense attention take, and its own.
+OVERHEAD = 1 << 13
+# With more edges a pattern is never computed densely: its scores would fill the memory.
 MANY_EDGES = 1 << 22
 
 
@@ -167,13 +167,13 @@ def _choice(call: Call, block_size: int | None, return_residual: bool) -> str:
     edges = call.sizes.query_length * call.sizes.key_length
     if block_size is not None:
         return "xla"
-    if call.pattern is None or edges <= FEW_EDGES:
+    if call.pattern is None or edges <= OVERHEAD:
         return "reference"
     if platform() == "tpu" and not return_residual and splash.refusal(call) is None:
         return "splash"
     if edges >= MANY_EDGES:
         return "xla"
-    return "xla" if sparse.fewest_edges(call) < edges else "reference"
+    return "xla" if sparse.fewest_edges(call) + OVERHEAD < edges else "reference"
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array | None]]] = {

@@ -141,9 +141,9 @@ class _Walk:
         sizes, part = self.plan.sizes, self.part
         rows, width = part.columns.shape
         tile = part.query_tiling.tile * part.key_tiling.tile
-        # Never as many scores as dense attention has, nor as many keys as there are.
-        most = min(BUDGET, sizes.query_length * sizes.key_length // 2)
-        tiles = max(1, most // max(1, sizes.batch * sizes.heads * tile))
+        # Never as many scores as there are edges, nor as many keys as there are.
+        room = min(BUDGET // sizes.batch, sizes.query_length * sizes.key_length // 2)
+        tiles = max(1, room // (sizes.heads * tile))
         keys = sizes.key_length // (width * part.key_tiling.tile)
         at_once = max(1, min(rows, tiles // width, keys, AT_ONCE))
         # Evenly: no step is mostly filled up.
