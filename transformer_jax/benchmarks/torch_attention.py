@@ -73,7 +73,9 @@ def _flex(torch: Any, case: Any, device: str) -> Callable:
     blocks = create_block_mask(
         edge, None, None, case.length, case.length, device=device
     )
-    compiled = torch.compile(flex_attention)
+    # Each length its own program: PyTorch would generalise over them, or give up.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
     grouped = case.settings.heads != case.settings.kv_heads
     return lambda *x: compiled(*x, block_mask=blocks, enable_gqa=grouped)
 

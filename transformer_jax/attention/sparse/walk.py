@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from transformer_jax.attention.arguments import Limits
@@ -79,12 +80,17 @@ def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tupl
     )
     wanted = (query, operands.key, value, operands.scale)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), wanted)
-    sums = (*sums, jax.tree.map(jnp.zeros_like, operands.bias))
+    sums = (*sums, [jnp.zeros_like(x) for x in _floats(operands.bias, operands.bias)])
     for part in parts_of(plan):
         new = _Walk(plan, part, operands).backward(rows)
         sums = jax.tree.map(jnp.add, sums, new)
     gradients = jax.tree.map(lambda x, of: x.astype(of.dtype), sums[:4], wanted)
-    return (Operands(*gradients, sums[4], None, None),)
+    found = iter(sums[4])
+    bias = jax.tree.map(
+        lambda x: next(found) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0),
+        operands.bias,
+    )
+    return (Operands(*gradients, bias, None, None),)
 
 
 attend.defvjp(_forward, _backward)
@@ -104,6 +110,16 @@ def parts_of(plan: Plan) -> tuple[Part, ...]:
 def _nothing(shape: tuple[int, ...], wide: Any) -> tuple[Array, Array]:
     """What attention to no key gives, an output `[..., V]` and its log-sum-exp."""
     return jnp.zeros(shape, wide), jnp.full(shape[:-1], -jnp.inf, wide)
+
+
+def _floats(tree: Any, of: Any) -> list:
+    """The leaves of a tree where those of another one, like it, have gradients."""
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(of), strict=True)
+    return [x for x, y in leaves if _is_float(y)]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _product(equation: str, a: Array, b: Array, wide: Any) -> Array:
@@ -186,7 +202,7 @@ class _Walk:
         return output / safe[..., None], residual
 
     def backward(self, rows: tuple[Array, ...]) -> tuple:
-        """Gradients of query, key, value, scale and bias.
+        """Gradients of query, key, value, scale and the bias's floating leaves.
 
         `rows` holds of every query what its whole row needs: the query, the output's
         cotangent, the mean of the weights' cotangents less the log-sum-exp's, and the
@@ -208,7 +224,7 @@ class _Walk:
             jnp.zeros(self.key.shape, self.wide),
             jnp.zeros(self.value.shape, self.wide),
             None if self.scale is None else jnp.zeros((), self.wide),
-            jax.tree.map(jnp.zeros_like, self.bias),
+            [jnp.zeros_like(x) for x in _floats(self.bias, self.bias)],
         )
         xs = tuple(map(self._query_tiles, rows))
         sums, query_sum = self._over_rows(step, sums, xs)
@@ -248,9 +264,10 @@ class _Walk:
         change = self.product("bqh,bsh->bqs", up, values)
         change = weights * (edges.dropped(change) - mean[..., None])
         if pullback:
-            bias_sum = jax.tree.map(jnp.add, bias_sum, pullback(change)[0])
-        elif self.bias is not None:
-            bias_sum = edges.give(bias_sum, change.astype(bias_sum.dtype))
+            new = _floats(pullback(change)[0], self.bias)
+            bias_sum = jax.tree.map(jnp.add, bias_sum, new)
+        elif bias_sum:
+            bias_sum = [edges.give(x, change.astype(x.dtype)) for x in bias_sum]
         if self.scale is not None:
             # Of edges that are none the change is 0, and keys and queries are too.
             scale_sum += self.plan.scale * (change * products).sum()
