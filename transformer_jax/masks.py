@@ -142,7 +142,14 @@ def hashed_dropout(x: ArrayLike, key: Any, rate: float | int) -> Float[Array, ".
         jnp.uint32, (1,) * len(outer) + (width,), len(outer)
     )
     keep = hashed_keep(key, rate, row, column).reshape(x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return or_zero(keep, x / (1.0 - rate))
+
+
+def or_zero(keep: ArrayLike, x: Array) -> Array:
+    """Return `x` where `keep` holds, else 0, whatever stands there, even NaN."""
+    if isinstance(keep, np.ndarray) and keep.all():
+        return x
+    return jnp.where(keep, x, jnp.zeros((), x.dtype))
 
 
 def check_dropout(rate: Any, key: Any) -> None:

@@ -15,7 +15,7 @@ from transformer_jax.encoder import Encoder
 from transformer_jax.frontends import TokenFrontend
 from transformer_jax.layers import make_projection
 from transformer_jax.patterns import Pattern, full, parse_layers
-from transformer_jax.patterns.base import check_heads
+from transformer_jax.patterns.base import check_head_count
 from transformer_jax.types import EMBED, VOCAB, PyTree
 
 
@@ -158,7 +158,7 @@ def read_patterns(config: ModelConfig, field: str) -> tuple[Pattern, ...]:
     try:
         patterns = parse_layers(getattr(config, field))
         for pattern in patterns:
-            check_heads(pattern, config.heads)
+            check_head_count(pattern, config.heads)
             check_kv_heads(pattern, config.kv_heads or config.heads)
     except ValueError as error:
         raise ConfigError(f"model.{field}: {error}") from None

@@ -21,16 +21,20 @@ B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 11, 13
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["slopes", "unit"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """A bias as a callable: -slope |i - j|, one slope a head (Press et al. 2022)."""
+    """A bias as a callable: -slope |i - j|, one slope a head (Press et al. 2022).
+
+    The unit of distances is an integer, which has no gradient.
+    """
 
     slopes: Any
+    unit: Any = dataclasses.field(default_factory=lambda: jnp.ones((), jnp.int32))
 
     def __call__(self, i, j):
-        distance = jnp.abs(i - j).astype(self.slopes.dtype)
+        distance = (self.unit * jnp.abs(i - j)).astype(self.slopes.dtype)
         return -self.slopes[:, None, None] * distance[None]
 
 

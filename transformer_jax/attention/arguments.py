@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_jax.patterns import Pattern, causal
-from transformer_jax.patterns.base import check_heads as check_pattern_heads
+from transformer_jax.patterns.base import check_head_count
 
 
 class Sizes(NamedTuple):
@@ -211,7 +211,7 @@ def check_pattern(pattern: Any, is_causal: bool, heads: int | None) -> Pattern |
             f"{type(pattern).__name__}"
         )
     if pattern is not None:
-        check_pattern_heads(pattern, heads)
+        check_head_count(pattern, heads)
     if not is_causal:
         return pattern
     return causal() if pattern is None else pattern & causal()

@@ -123,8 +123,8 @@ def fill(
         arguments.check_kv_heads(pattern, sizes.kv_heads)
     inside = masks.length_mask(lengths, sizes.key_length)[:, None, :, None]
     return Cache(
-        key=lookup.kept(inside, key.swapaxes(1, 2)),
-        value=lookup.kept(inside, value.swapaxes(1, 2)),
+        key=masks.or_zero(inside, key.swapaxes(1, 2)),
+        value=masks.or_zero(inside, value.swapaxes(1, 2)),
         position=jnp.minimum(lengths, sizes.key_length).astype(jnp.int32),
         held=None,
         pattern=pattern,

@@ -1,9 +1,9 @@
 """cuDNN's fused attention on a GPU, through `jax.nn`, for three patterns."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from transformer_jax import masks
 from transformer_jax.attention import reach
 from transformer_jax.attention.arguments import Call
 from transformer_jax.attention.platform import platform
@@ -29,13 +29,10 @@ def attend(call: Call, block_size: int | None = None) -> tuple[Array, None]:
         raise NotImplementedError(
             f"implementation='cudnn' {reason}: use implementation='xla'"
         )
-    queries, keys = reach.alive(call)
+    call, alive = reach.cleaned(call)
     causal, window = window_of(call.pattern)
-    zero = jnp.zeros((), call.query.dtype)
     output = jax.nn.dot_product_attention(
-        jnp.where(queries[..., None, None], call.query, zero),
-        jnp.where(keys[..., None, None], call.key, zero),
-        jnp.where(keys[..., None, None], call.value, zero),
+        *call[:3],
         scale=call.scale,
         is_causal=causal,
         query_seq_lengths=call.limits.query_lengths,
@@ -43,7 +40,7 @@ def attend(call: Call, block_size: int | None = None) -> tuple[Array, None]:
         local_window_size=window,
         implementation=BACKEND,
     )
-    return jnp.where(queries[..., None, None], output, zero), None
+    return masks.or_zero(alive, output), None
 
 
 def refusal(call: Call) -> str | None:

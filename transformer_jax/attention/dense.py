@@ -97,14 +97,14 @@ def _attend(
         allowed = grouped(allowed, K)
         live_queries = _rows_first(allowed.any(4, keepdims=True))
         live_keys = _rows_first(allowed.any((2, 3), keepdims=True).swapaxes(3, 4))
-        query = _select(live_queries, query)
-        key = _select(live_keys[:, :, :, 0], key)
-        value = _select(live_keys[:, :, :, 0], value)
+        query = masks.or_zero(live_queries, query)
+        key = masks.or_zero(live_keys[:, :, :, 0], key)
+        value = masks.or_zero(live_keys[:, :, :, 0], value)
     output, residual = weighted_mean(query, key, value, bias, allowed, scale, keep)
     residual = residual.transpose(0, 3, 1, 2)
     if allowed is not None:
         # Selected again, so that a dead row's cotangents, even NaN, end here.
-        output = _select(live_queries, output)
+        output = masks.or_zero(live_queries, output)
         residual = jnp.where(live_queries[..., 0], residual, -jnp.inf)
     return output.reshape(B, T, N, value.shape[-1]), residual.reshape(B, T, N)
 
@@ -134,7 +134,7 @@ def weighted_mean(
         scores = scores + grouped(bias, query.shape[2]).astype(wide)
     weights, residual = _softmax(scores, allowed)
     if keep is not None:
-        weights = _select(grouped(keep, query.shape[2]), weights)
+        weights = masks.or_zero(grouped(keep, query.shape[2]), weights)
     output = jnp.einsum(
         f"BKGTS,{key_axes}V->BTKGV",
         weights.astype(value.dtype),
@@ -154,13 +154,6 @@ def grouped(array: Any, kv_heads: int) -> Any:
 def _rows_first(array: Any) -> Any:
     """`[b, k, g, t, 1]` as `[b, t, k, g, 1]`."""
     return array.transpose(0, 3, 1, 2, 4)
-
-
-def _select(condition: Array | np.ndarray, array: Array) -> Array:
-    """The array where the condition holds, else 0; both of one rank."""
-    if isinstance(condition, np.ndarray) and condition.all():
-        return array
-    return jnp.where(condition, array, jnp.zeros((), array.dtype))
 
 
 @jax.custom_jvp

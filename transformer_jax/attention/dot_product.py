@@ -79,7 +79,8 @@ def dot_product_attention(
             tiles that hold edges of the pattern, in memory that grows with them;
             "splash" does so by JAX's kernel for TPUs, for comparisons of positions
             (causal, local, global_tokens and what they make) without bias, mask and
-            dropout; "cudnn" by NVIDIA's for full, causal and local patterns.
+            dropout; "cudnn" by NVIDIA's for full, causal and local patterns. Only
+            "reference" has derivatives in forward mode (`jax.jvp`).
         return_residual: also return the log-sum-exp of the allowed scores.
 
     Returns:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from transformer_jax import masks
 from transformer_jax.attention import dense
 from transformer_jax.attention.arguments import evaluate_bias
 from transformer_jax.attention.slots import Layout, layout
@@ -69,12 +70,7 @@ def edges(
 def live(allowed: Array, keys: Array, values: Array) -> tuple[Array, Array]:
     """Return keys and values, zero where no query may attend."""
     alive = dense.grouped(allowed, keys.shape[1]).any((2, 3))[..., None]
-    return kept(alive, keys), kept(alive, values)
-
-
-def kept(condition: Array, array: Array) -> Array:
-    """Return the array where the condition holds, else 0."""
-    return jnp.where(condition, array, jnp.zeros((), array.dtype))
+    return masks.or_zero(alive, keys), masks.or_zero(alive, values)
 
 
 def bias_of(view: View, bias: Any, position: Array, heads: int) -> Array:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from transformer_jax import masks
+
 
 def merge(
     one: tuple[Float[Array, "... V"], Float[Array, "..."]],
@@ -32,7 +34,7 @@ def merge(
         [[1.0, 1.0]]
     """
     both = jnp.logaddexp(one[1], other[1])
-    safe = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
+    safe = masks.or_zero(both > -jnp.inf, both)
     parts = [jnp.exp(lse - safe)[..., None] * x for x, lse in (one, other)]
     return (parts[0] + parts[1]).astype(one[0].dtype), both
 

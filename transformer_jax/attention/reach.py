@@ -10,11 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from transformer_jax import masks
 from transformer_jax.attention.arguments import Call
 from transformer_jax.patterns import Pattern, full
 from transformer_jax.patterns.ranges import EMPTY, FULL
 
 TILE = 128
+
+
+def cleaned(call: Call) -> tuple[Call, Bool[Array, "B T 1 1"]]:
+    """Return a call whose dead queries and keys are 0, and which queries are alive.
+
+    For the calls of `alive`.
+    """
+    queries, keys = (x[..., None, None] for x in alive(call))
+    call = call._replace(
+        query=masks.or_zero(queries, call.query),
+        key=masks.or_zero(keys, call.key),
+        value=masks.or_zero(keys, call.value),
+    )
+    return call, queries
 
 
 def alive(call: Call) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]]:

@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array
 
+from transformer_jax import masks
 from transformer_jax.attention import reach
 from transformer_jax.attention.arguments import Call
 from transformer_jax.attention.platform import platform
@@ -49,14 +50,10 @@ def attend(call: Call, block_size: int | None = None) -> tuple[Array, None]:
         )
     if block_size is not None and (block_size < LANES or block_size % LANES):
         raise ValueError(f"splash wants a block_size of n x 128, not {block_size}")
-    queries, keys = reach.alive(call)
-    query = jnp.where(queries[..., None, None], call.query, _zero(call.query))
-    query = query * jnp.asarray(call.scale, query.dtype)
-    key, value = (
-        jnp.where(keys[..., None, None], x, _zero(x)) for x in (call.key, call.value)
-    )
-    output = _sharded(call, block_size, query, key, value)
-    return jnp.where(queries[..., None, None], output, _zero(output)), None
+    call, alive = reach.cleaned(call)
+    query = call.query * jnp.asarray(call.scale, call.query.dtype)
+    output = _sharded(call, block_size, query, call.key, call.value)
+    return masks.or_zero(alive, output), None
 
 
 def refusal(call: Call) -> str | None:
@@ -99,10 +96,6 @@ def _attends_itself(call: Call) -> bool:
         and call.offset == 0
         and (call.pattern is None or bool(np.all(call.pattern.allowed(own, own))))
     )
-
-
-def _zero(x: Array) -> Array:
-    return jnp.zeros((), x.dtype)
 
 
 def _sharded(

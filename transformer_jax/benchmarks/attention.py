@@ -21,7 +21,7 @@ from transformer_jax.benchmarks.shape import check_settings, setting
 from transformer_jax.benchmarks.timing import Job, Measured, interleaved, ratio
 from transformer_jax.config import ConfigError
 from transformer_jax.patterns import Pattern, parse_layers
-from transformer_jax.patterns.base import check_heads
+from transformer_jax.patterns.base import check_head_count
 
 COLUMNS = (
     *("pass", "system", "p50_ms", "p95_ms", "gflop", "temp_mb", "speedup", "error"),
@@ -70,7 +70,7 @@ class Settings:
         try:
             patterns = parse_layers(self.patterns)
             for pattern in patterns:
-                check_heads(pattern, self.heads)
+                check_head_count(pattern, self.heads)
         except ValueError as error:
             raise ConfigError(f"--patterns: {error}") from None
         return patterns

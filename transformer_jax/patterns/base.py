@@ -89,7 +89,7 @@ class Pattern(abc.ABC):
             ValueError: a length is negative, or the heads are others.
         """
         check_lengths(query_length, key_length)
-        check_heads(self, num_heads)
+        check_head_count(self, num_heads)
         i = np.arange(query_length)[:, None] + query_offset
         j = np.arange(key_length)[None, :]
         heads = [
@@ -337,7 +337,7 @@ def _combined(kind: type[And] | type[Or], one: Pattern, other: Any) -> Pattern:
     return kind(tuple(parts))
 
 
-def check_heads(pattern: Pattern, num_heads: int | None) -> None:
+def check_head_count(pattern: Pattern, num_heads: int | None) -> None:
     """Raise unless a pattern of heads has one for each of them."""
     if pattern.heads and num_heads is not None and pattern.heads != num_heads:
         raise ValueError(

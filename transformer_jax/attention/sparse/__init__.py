@@ -69,16 +69,12 @@ def attend(
 
 
 def _cleaned(call: Call) -> tuple[Call, bool]:
-    """Keys that nothing reads as zero, where that can be told once for all tiles."""
+    """The call with zeros for what nothing reads, where that can be told at once."""
     limits, sizes = call.limits, call.sizes
     longest = max(sizes.query_length, sizes.key_length)
     if limits.mask is not None or limits.query_ids is not None or longest > LONG:
         return call, False
-    alive = reach.alive(call)[1][..., None, None]
-    key, value = (
-        jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (call.key, call.value)
-    )
-    return call._replace(key=key, value=value), True
+    return reach.cleaned(call)[0], True
 
 
 def choose_block(call: Call, block_size: int | None) -> int:

@@ -128,7 +128,7 @@ class Edges:
         if self._plan.clean:
             return tiles
         live = self.allowed.any((3, 4))[..., None]
-        return jnp.where(live, tiles, jnp.zeros((), tiles.dtype))
+        return masks.or_zero(live, tiles)
 
     def biased(self, scores: Array, bias: Any) -> Array:
         """Scores `[n, B, K, G, q, s]` with bias, -inf where nothing is allowed."""
@@ -164,4 +164,4 @@ class Edges:
             self._i[:, None, None, None, :, None],
             self._j[:, None, None, None, None],
         )
-        return jnp.where(keep, x / (1.0 - plan.rate), jnp.zeros((), x.dtype))
+        return masks.or_zero(keep, x / (1.0 - plan.rate))

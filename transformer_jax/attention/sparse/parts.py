@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from transformer_jax.attention.sparse.structures import (
+    Extent,
     GlobalSide,
-    Sizes,
     Structure,
     Tiling,
     structure_of,
@@ -100,8 +100,8 @@ def partition(
         raise ValueError("heads differ: take the pattern of each apart, of_head(n)")
     if not query_length or not key_length:
         return ()
-    sizes = Sizes(query_length, key_length, query_offset, block)
-    terms = [(term, *_sparsest(term, sizes)) for term in _terms(pattern)]
+    extent = Extent(query_length, key_length, query_offset, block)
+    terms = [(term, *_sparsest(term, extent)) for term in _terms(pattern)]
     parts: list[Part] = []
     before: list[Pattern] = []
     for term, atom, structure in sorted(terms, key=lambda term: term[2].rank):
@@ -127,8 +127,8 @@ def count_edges(
     """
     if not query_length or not key_length:
         return 0
-    sizes = Sizes(query_length, key_length, query_offset, block)
-    return sum(_sparsest(term, sizes)[1].cost for term in _terms(pattern))
+    extent = Extent(query_length, key_length, query_offset, block)
+    return sum(_sparsest(term, extent)[1].cost for term in _terms(pattern))
 
 
 def _intersection(parts: tuple[Pattern, ...]) -> Pattern:
@@ -163,9 +163,9 @@ def _expanded(pattern: Pattern) -> list[tuple[Pattern, ...]]:
     return [(pattern,)]
 
 
-def _sparsest(term: tuple[Pattern, ...], sizes: Sizes) -> tuple[Pattern, Structure]:
+def _sparsest(term: tuple[Pattern, ...], extent: Extent) -> tuple[Pattern, Structure]:
     """The atom of an intersection that has the fewest tiles, and where they are."""
-    choices = [(atom, structure_of(atom, sizes)) for atom in term]
+    choices = [(atom, structure_of(atom, extent)) for atom in term]
     return min(choices, key=lambda choice: choice[1].cost)
 
 

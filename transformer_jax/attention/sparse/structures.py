@@ -1,6 +1,7 @@
 """In which order of positions a pattern is block-sparse, and where its tiles lie."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from transformer_jax.patterns.random import RandomBlocks
 from transformer_jax.patterns.ranges import FULL, Range, states_of
 
 Tiling = Grid | Selection
+# As the number of a tile: none, however many follow it.
+NOWHERE = -(1 << 40)
 
 
-class Sizes(NamedTuple):
+class Extent(NamedTuple):
     """Rows and columns of all edges, the first row's position, and the tiles' size."""
 
     rows: int
@@ -24,11 +27,27 @@ class Sizes(NamedTuple):
     block: int
 
 
+class Rank(enum.IntEnum):
+    """Which terms of a union keep what they share: the first ones.
+
+    Regular tiles come first, since what is taken from them would leave them as costly;
+    what is left of few rows or columns is masked at little cost.
+    """
+
+    BAND = 0
+    CHUNK = 1
+    BLOCKS = 2
+    RESIDUES = 3
+    ANYWHERE = 4
+    COLUMNS = 5
+    ROWS = 6
+
+
 class Structure(NamedTuple):
     """Where tiles may have edges, in some order of the positions.
 
     Attributes:
-        rank: among the terms of a union, whose later ones lose what they share.
+        rank: its turn among the terms of a union.
         queries: the query positions in tiles.
         keys: the key positions in tiles.
         columns: maps query tiles `[R]` to key tiles `[R, W]` that may have edges;
@@ -38,7 +57,7 @@ class Structure(NamedTuple):
         cost: edges of all those tiles.
     """
 
-    rank: int
+    rank: Rank
     queries: Tiling
     keys: Tiling
     columns: Callable[[np.ndarray], np.ndarray]
@@ -69,23 +88,23 @@ class GlobalSide(Pattern):
         return f"{'rows' if self.of_queries else 'columns'} of {self.tokens}"
 
 
-def structure_of(pattern: Pattern, sizes: Sizes) -> Structure:
+def structure_of(pattern: Pattern, extent: Extent) -> Structure:
     """Return where a pattern, an atom as a rule, has its tiles."""
     for kind, function in STRUCTURES.items():
         if isinstance(pattern, kind):
-            return function(pattern, sizes)
-    return _anywhere(sizes)
+            return function(pattern, extent)
+    return _anywhere(extent)
 
 
-def _plain(sizes: Sizes) -> tuple[Grid, Grid]:
+def _plain(extent: Extent) -> tuple[Grid, Grid]:
     return (
-        Grid(sizes.offset, sizes.rows, min(sizes.block, sizes.rows)),
-        Grid(0, sizes.columns, min(sizes.block, sizes.columns)),
+        Grid(extent.offset, extent.rows, min(extent.block, extent.rows)),
+        Grid(0, extent.columns, min(extent.block, extent.columns)),
     )
 
 
 def _made(
-    rank: int,
+    rank: Rank,
     queries: Tiling,
     keys: Tiling,
     columns: Callable[[np.ndarray], np.ndarray],
@@ -98,14 +117,15 @@ def _made(
     return Structure(rank, queries, keys, columns, states, cost)
 
 
-def _all_states(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _all_full(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The states of tiles that lie wholly within the pattern."""
     return np.full(np.broadcast_shapes(rows.shape, columns.shape), FULL)
 
 
-def _anywhere(sizes: Sizes) -> Structure:
+def _anywhere(extent: Extent) -> Structure:
     """Every tile."""
-    queries, keys = _plain(sizes)
-    return _made(4, queries, keys, functools.partial(_every, keys))
+    queries, keys = _plain(extent)
+    return _made(Rank.ANYWHERE, queries, keys, functools.partial(_every, keys))
 
 
 def _every(keys: Tiling, rows: np.ndarray) -> np.ndarray:
@@ -117,20 +137,20 @@ def _band(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low[:, None] + np.arange((high - low).max() + 1)
 
 
-def _differences(pattern: atoms.Differences, sizes: Sizes) -> Structure:
+def _differences(pattern: atoms.Differences, extent: Extent) -> Structure:
     """A band; with a step a band among the positions of each residue."""
     low, high, step = pattern.bounds
     # No difference is as large as this; a period beyond leaves the diagonal alone.
-    limit = sizes.offset + sizes.rows + sizes.columns
+    limit = extent.offset + extent.rows + extent.columns
     if step >= limit:
         low, high, step = 0, 0, 1
     elif low is not None:
         low, high = max(low, -limit // step * step), min(high, limit // step * step)
     if step == 1:
-        queries, keys = _plain(sizes)
+        queries, keys = _plain(extent)
     else:
-        queries = _grid(sizes.offset, sizes.rows, sizes.block, step, residues=True)
-        keys = _grid(0, sizes.columns, sizes.block, step, residues=True)
+        queries = _grid(extent.offset, extent.rows, extent.block, step, residues=True)
+        keys = _grid(0, extent.columns, extent.block, step, residues=True)
     band = None if low is None else atoms.Local(-low // step, high // step, 1)
 
     def columns(rows: np.ndarray) -> np.ndarray:
@@ -147,12 +167,12 @@ def _differences(pattern: atoms.Differences, sizes: Sizes) -> Structure:
 
     def states(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if band is None:
-            return _all_states(rows, columns)
+            return _all_full(rows, columns)
         (_, i), (_, j) = queries.place(rows), keys.place(columns)
         i, j = np.broadcast_arrays(i, j)
         return band.states(Range(i, i + queries.tile), Range(j, j + keys.tile))
 
-    rank = 0 if step == 1 else 3
+    rank = Rank.BAND if step == 1 else Rank.RESIDUES
     return _made(rank, queries, keys, columns, states if step > 1 else None)
 
 
@@ -164,41 +184,41 @@ def _grid(offset: int, length: int, block: int, period: int, *, residues: bool) 
     return dataclasses.replace(whole, tile=-(-size // pieces))
 
 
-def _chunks(pattern: atoms.Chunked, sizes: Sizes) -> Structure:
+def _chunks(pattern: atoms.Chunked, extent: Extent) -> Structure:
     """The tiles of one chunk."""
-    queries = _grid(sizes.offset, sizes.rows, sizes.block, pattern.size, residues=False)
-    keys = _grid(0, sizes.columns, sizes.block, pattern.size, residues=False)
+    queries = _grid(
+        extent.offset, extent.rows, extent.block, pattern.size, residues=False
+    )
+    keys = _grid(0, extent.columns, extent.block, pattern.size, residues=False)
 
     def columns(rows: np.ndarray) -> np.ndarray:
-        number = rows // queries.tiles_of_class + sizes.offset // pattern.size
-        begin = np.where(
-            number < keys.classes, number * keys.tiles_of_class, -(1 << 40)
-        )
+        number = rows // queries.tiles_of_class + offset // size
+        begin = np.where(number < keys.classes, number * keys.tiles_of_class, NOWHERE)
         return begin[:, None] + np.arange(keys.tiles_of_class)
 
-    return _made(1, queries, keys, columns, _all_states)
+    return _made(Rank.CHUNK, queries, keys, columns, _all_full)
 
 
-def _random(pattern: RandomBlocks, sizes: Sizes) -> Structure:
+def _random(pattern: RandomBlocks, extent: Extent) -> Structure:
     """The tiles of linked blocks."""
     tile = next(
         n
-        for n in range(min(pattern.block, sizes.block), 0, -1)
+        for n in range(min(pattern.block, extent.block), 0, -1)
         if pattern.block % n == 0
     )
-    queries = Grid(sizes.offset, sizes.rows, tile, pattern.block)
-    keys = Grid(0, sizes.columns, tile, pattern.block)
-    first = sizes.offset // pattern.block
+    queries = Grid(extent.offset, extent.rows, tile, pattern.block)
+    keys = Grid(0, extent.columns, tile, pattern.block)
+    first = extent.offset // pattern.block
     blocks = max(first + queries.classes, keys.classes)
     links = _links(pattern, blocks)
 
     def columns(rows: np.ndarray) -> np.ndarray:
         others = links[rows // queries.tiles_of_class + first]
-        begin = np.where(others >= 0, others * keys.tiles_of_class, -(1 << 40))
+        begin = np.where(others >= 0, others * keys.tiles_of_class, NOWHERE)
         within = np.arange(keys.tiles_of_class)
         return (begin[:, :, None] + within).reshape(len(rows), -1)
 
-    return _made(2, queries, keys, columns, _all_states)
+    return _made(Rank.BLOCKS, queries, keys, columns, _all_full)
 
 
 def _links(pattern: RandomBlocks, blocks: int) -> np.ndarray:
@@ -216,37 +236,40 @@ def _links(pattern: RandomBlocks, blocks: int) -> np.ndarray:
     return table
 
 
-def _summaries(pattern: atoms.Columns, sizes: Sizes) -> Structure:
+def _summaries(pattern: atoms.Columns, extent: Extent) -> Structure:
     """The columns of all summaries, side by side."""
-    positions = np.arange(sizes.columns)
-    return _columns(positions[pattern.allowed(positions, positions)], sizes)
+    positions = np.arange(extent.columns)
+    return _columns(positions[pattern.allowed(positions, positions)], extent)
 
 
-def _global_side(pattern: GlobalSide, sizes: Sizes) -> Structure:
+def _global_side(pattern: GlobalSide, extent: Extent) -> Structure:
     """The rows of global queries, or the columns of global keys, side by side."""
     begin, count = (
-        (sizes.offset, sizes.rows) if pattern.of_queries else (0, sizes.columns)
+        (extent.offset, extent.rows) if pattern.of_queries else (0, extent.columns)
     )
     positions = np.arange(begin, begin + count)
     chosen = positions[pattern.tokens.is_global(positions)]
-    return (_rows if pattern.of_queries else _columns)(chosen, sizes)
+    return (_rows if pattern.of_queries else _columns)(chosen, extent)
 
 
-def _columns(chosen: np.ndarray, sizes: Sizes) -> Structure:
-    queries, _ = _plain(sizes)
-    tile = min(sizes.block, max(1, len(chosen)))
-    keys = Selection(0, sizes.columns, tile, chosen)
-    return _made(5, queries, keys, functools.partial(_every, keys), _all_states)
+def _columns(chosen: np.ndarray, extent: Extent) -> Structure:
+    queries, _ = _plain(extent)
+    tile = min(extent.block, max(1, len(chosen)))
+    keys = Selection(0, extent.columns, tile, chosen)
+    return _made(
+        Rank.COLUMNS, queries, keys, functools.partial(_every, keys), _all_full
+    )
 
 
-def _rows(chosen: np.ndarray, sizes: Sizes) -> Structure:
-    _, keys = _plain(sizes)
-    tile = min(sizes.block, max(1, len(chosen)))
-    queries = Selection(sizes.offset, sizes.rows, tile, chosen)
-    return _made(6, queries, keys, functools.partial(_every, keys), _all_states)
+def _rows(chosen: np.ndarray, extent: Extent) -> Structure:
+    _, keys = _plain(extent)
+    tile = min(extent.block, max(1, len(chosen)))
+    queries = Selection(extent.offset, extent.rows, tile, chosen)
+    every = functools.partial(_every, keys)
+    return _made(Rank.ROWS, queries, keys, every, _all_full)
 
 
-STRUCTURES: dict[type[Pattern], Callable[[Any, Sizes], Structure]] = {
+STRUCTURES: dict[type[Pattern], Callable[[Any, Extent], Structure]] = {
     atoms.Differences: _differences,
     atoms.Chunked: _chunks,
     RandomBlocks: _random,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from transformer_jax import masks
 from transformer_jax.attention.arguments import Limits
 from transformer_jax.attention.merging import merge
 from transformer_jax.attention.sparse.access import Access
@@ -68,15 +69,14 @@ def _forward(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple
 def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
     operands, output, residual = saved
     query, value, wide = operands.query, operands.value, _wide(operands.query)
-    alive = residual > -jnp.inf
-    up = jnp.where(alive[..., None], cotangents[0], jnp.zeros((), wide))
-    mean = (up * output).sum(-1)
-    mean -= jnp.where(alive, cotangents[1], jnp.zeros((), wide))
+    alive = residual != -jnp.inf
+    up = masks.or_zero(alive[..., None], cotangents[0])
+    mean = (up * output).sum(-1) - masks.or_zero(alive, cotangents[1])
     rows = (
-        jnp.where(alive[..., None], query, jnp.zeros((), query.dtype)),
+        masks.or_zero(alive[..., None], query),
         up.astype(value.dtype),
         mean,
-        jnp.where(alive, residual, jnp.zeros((), wide)),
+        masks.or_zero(alive, residual),
     )
     wanted = (query, operands.key, value, operands.scale)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), wanted)
@@ -191,7 +191,7 @@ class _Walk:
             self._scaled(self._products(edges, columns, query)), self.bias
         )
         top = scores.max(-1, keepdims=True)
-        top = jnp.where(top == -jnp.inf, jnp.zeros((), self.wide), top)
+        top = masks.or_zero(top > -jnp.inf, top)
         powers = jnp.exp(scores - top)
         total = powers.sum(-1)
         kept = edges.dropped(powers).astype(self.value.dtype)
@@ -276,9 +276,7 @@ class _Walk:
             self.access.add(
                 key_sum, columns, self.product("bqs,bqh->bsh", change, query)
             ),
-            self.access.add(
-                value_sum, columns, self.product("bqs,bqh->bsh", kept, up)
-            ),
+            self.access.add(value_sum, columns, self.product("bqs,bqh->bsh", kept, up)),
             scale_sum,
             bias_sum,
             self.product("bqs,bsh->bqh", change, keys),
