@@ -277,7 +277,6 @@ def _attend(
         arguments.check_bias(bias, sizes),
         dense.grouped(allowed, K),
         arguments.check_scale(scale, H),
-        key_axes="BKS",
     )
     return output.astype(query.dtype).reshape(B, T, N, -1)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from transformer_jax import masks
 from transformer_jax.attention.arguments import Call, evaluate_bias
+from transformer_jax.attention.products import product
 
 
 def attend(call: Call) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -100,6 +101,7 @@ def _attend(
         query = masks.or_zero(live_queries, query)
         key = masks.or_zero(live_keys[:, :, :, 0], key)
         value = masks.or_zero(live_keys[:, :, :, 0], value)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     output, residual = weighted_mean(query, key, value, bias, allowed, scale, keep)
     residual = residual.transpose(0, 3, 1, 2)
     if allowed is not None:
@@ -111,37 +113,26 @@ def _attend(
 
 def weighted_mean(
     query: Float[Array, "B T K G H"],
-    key: Array,
-    value: Array,
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S V"],
     bias: Array | None,
     allowed: Any,
     scale: ArrayLike,
     keep: Any = None,
-    *,
-    key_axes: str = "BSK",
 ) -> tuple[Float[Array, "B T K G V"], Float[Array, "B K G T"]]:
     """The products, and the softmax between them, of what may all be read.
 
-    `allowed` and `keep` stand as `grouped` returns them; `key_axes` says how key and
-    value stand before their last axis, BSK or BKS.
+    `allowed` and `keep` stand as `grouped` returns them.
     """
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    scores = jnp.einsum(
-        f"BTKGH,{key_axes}H->BKGTS", query, key, preferred_element_type=wide
-    )
-    scores = scores * jnp.asarray(scale, wide)
+    scores = product("bqh,bsh->bqs", jnp.moveaxis(query, 1, 3), key)
+    scores = scores * jnp.asarray(scale, scores.dtype)
     if bias is not None:
-        scores = scores + grouped(bias, query.shape[2]).astype(wide)
+        scores = scores + grouped(bias, query.shape[2]).astype(scores.dtype)
     weights, residual = _softmax(scores, allowed)
     if keep is not None:
         weights = masks.or_zero(grouped(keep, query.shape[2]), weights)
-    output = jnp.einsum(
-        f"BKGTS,{key_axes}V->BTKGV",
-        weights.astype(value.dtype),
-        value,
-        preferred_element_type=wide,
-    )
-    return output, residual
+    output = product("bqs,bsh->bqh", weights.astype(value.dtype), value)
+    return jnp.moveaxis(output, 3, 1), residual
 
 
 def grouped(array: Any, kv_heads: int) -> Any:

@@ -6,7 +6,6 @@ backward pass computes the weights anew from the final one.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from jaxtyping import Array
 from transformer_jax import masks
 from transformer_jax.attention.arguments import Limits
 from transformer_jax.attention.merging import merge
+from transformer_jax.attention.products import product
 from transformer_jax.attention.sparse.access import Access
 from transformer_jax.attention.sparse.edges import Edges, Plan
 from transformer_jax.attention.sparse.parts import Part, partition
@@ -122,17 +122,6 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _product(equation: str, a: Array, b: Array, wide: Any) -> Array:
-    """Multiply matrices: b stands for n, B and K together, q for G and q.
-
-    In this form a compiler takes a product as it is; others it transposes first.
-    """
-    flat = (x.reshape(math.prod(x.shape[:3]), -1, x.shape[-1]) for x in (a, b))
-    out = jnp.einsum(equation, *flat, preferred_element_type=wide)
-    rows = a.shape[3:-1] if "->bq" in equation else out.shape[1:2]
-    return out.reshape(*a.shape[:3], *rows, out.shape[-1])
-
-
 def _wide(x: Array) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
@@ -147,7 +136,6 @@ class _Walk:
         self.plan, self.part = plan, part
         _, key, value, self.scale, self.bias, self.limits, self.rng = operands
         self.wide = _wide(key)
-        self.product = functools.partial(_product, wide=self.wide)
         self.at_once, self.width = self._step_sizes()
         self.access = Access(part, self.at_once, self.width)
         self.key, self.value = (self._key_tiles(x) for x in (key, value))
@@ -196,7 +184,7 @@ class _Walk:
         total = powers.sum(-1)
         kept = edges.dropped(powers).astype(self.value.dtype)
         values = edges.live(self.access.read(self.value, columns))
-        output = self.product("bqs,bsh->bqh", kept, values)
+        output = product("bqs,bsh->bqh", kept, values)
         safe = jnp.where(total == 0, jnp.ones((), self.wide), total)
         residual = jnp.where(total == 0, -jnp.inf, top[..., 0] + jnp.log(safe))
         return output / safe[..., None], residual
@@ -261,7 +249,7 @@ class _Walk:
         keys, values = (
             edges.live(self.access.read(x, columns)) for x in (self.key, self.value)
         )
-        change = self.product("bqh,bsh->bqs", up, values)
+        change = product("bqh,bsh->bqs", up, values)
         change = weights * (edges.dropped(change) - mean[..., None])
         if pullback:
             new = _floats(pullback(change)[0], self.bias)
@@ -273,13 +261,11 @@ class _Walk:
             scale_sum += self.plan.scale * (change * products).sum()
         change = self._scaled(change).astype(query.dtype)
         return (
-            self.access.add(
-                key_sum, columns, self.product("bqs,bqh->bsh", change, query)
-            ),
-            self.access.add(value_sum, columns, self.product("bqs,bqh->bsh", kept, up)),
+            self.access.add(key_sum, columns, product("bqs,bqh->bsh", change, query)),
+            self.access.add(value_sum, columns, product("bqs,bqh->bsh", kept, up)),
             scale_sum,
             bias_sum,
-            self.product("bqs,bsh->bqh", change, keys),
+            product("bqs,bsh->bqh", change, keys),
         )
 
     def _edges(self, rows: Array, columns: Array) -> Edges:
@@ -291,7 +277,7 @@ class _Walk:
 
     def _products(self, edges: Edges, columns: Array, query: Array) -> Array:
         keys = edges.live(self.access.read(self.key, columns))
-        return self.product("bqh,bsh->bqs", query, keys)
+        return product("bqh,bsh->bqs", query, keys)
 
     def _over_columns(
         self, look: Callable, carry: tuple, rows: Array, columns: Array, *arrays: Array
