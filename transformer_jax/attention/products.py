@@ -1,5 +1,7 @@
 """The products of attention, in a form that compilers take as it is."""
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -21,7 +23,10 @@ def product(equation: str, a: Array, b: Array) -> Array:
     """
     wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     lead = a.shape[:-3]
-    flat = (x.reshape(*lead, -1, x.shape[-1]) for x in (a, b))
+    flat = (
+        x.reshape(*lead, math.prod(x.shape[len(lead) : -1]), x.shape[-1])
+        for x in (a, b)
+    )
     out = jnp.einsum(equation.replace("b", "..."), *flat, preferred_element_type=wide)
     rows = a.shape[-3:-1] if "->bq" in equation else out.shape[-2:-1]
     return out.reshape(*lead, *rows, out.shape[-1])

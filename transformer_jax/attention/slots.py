@@ -44,6 +44,9 @@ def layout(pattern: Pattern, length: int, kv_heads: int) -> Layout:
         pattern: of any heads; those that share a key/value head share its slots.
         length: positions L.
         kv_heads: key/value heads K.
+
+    Cost: looks at the L^2 / 64^2 tiles, and at all L^2 / 2 edges where the last step
+    reads few of the slots; once a pattern and length, on the host.
     """
     patterns = _of_kv_heads(pattern, kv_heads)
     slots_of = np.stack([_allocated(_last_uses(each, length)) for each in patterns])

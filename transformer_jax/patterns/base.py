@@ -86,7 +86,10 @@ class Pattern(abc.ABC):
             query_offset: position of the first row.
 
         Raises:
+            TypeError: a length is no integer.
             ValueError: a length is negative, or the heads are others.
+
+        Cost: N T S booleans.
         """
         check_lengths(query_length, key_length)
         check_head_count(self, num_heads)
@@ -119,6 +122,9 @@ class Pattern(abc.ABC):
         Returns:
             EMPTY 0, PARTIAL 1 or FULL 2. EMPTY and FULL are never wrong; PARTIAL may
             be, where parts of a compound meet. A rectangle without edges is EMPTY.
+
+        Raises:
+            TypeError: positions are no integers.
         """
         starts_and_stops = np.broadcast_arrays(
             *(as_integers(x) for x in (query_start, query_stop, key_start, key_stop))
@@ -135,6 +141,11 @@ class Pattern(abc.ABC):
 
         With `block`, the share of tiles of `block` x `block` that are not EMPTY: what a
         kernel of such tiles computes in the original order.
+
+        Raises:
+            TypeError, ValueError: a length or block is no integer, or too small.
+
+        Cost: looks at N T S edges, or at N T S / block^2 tiles; some at a time.
         """
         check_lengths(query_length, key_length)
         size = 1 if block is None else check_integer("block", block, 1)

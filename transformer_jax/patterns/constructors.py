@@ -24,7 +24,8 @@ def local(left: int, right: int | None = None, *, dilation: int = 1) -> Pattern:
 
     Both ends belong to it, as in `jax.nn.dot_product_attention`; `right` defaults to
     `left`. A window "of 512" is local(256) in Longformer (Beltagy et al. 2020, section
-    3.1) and causal() & local(511) in Mistral.
+    3.1) and causal() & local(511) in Mistral, whose 512 count the position itself
+    (Jiang et al. 2023, section 2).
 
     Raises:
         TypeError, ValueError: an argument is no integer from 0 on, or the dilation none

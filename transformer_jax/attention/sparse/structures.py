@@ -186,10 +186,9 @@ def _grid(offset: int, length: int, block: int, period: int, *, residues: bool) 
 
 def _chunks(pattern: atoms.Chunked, extent: Extent) -> Structure:
     """The tiles of one chunk."""
-    queries = _grid(
-        extent.offset, extent.rows, extent.block, pattern.size, residues=False
-    )
-    keys = _grid(0, extent.columns, extent.block, pattern.size, residues=False)
+    offset, block, size = extent.offset, extent.block, pattern.size
+    queries = _grid(offset, extent.rows, block, size, residues=False)
+    keys = _grid(0, extent.columns, block, size, residues=False)
 
     def columns(rows: np.ndarray) -> np.ndarray:
         number = rows // queries.tiles_of_class + offset // size
