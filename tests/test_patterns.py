@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from pattern_oracle import ATOMS, COMPOUNDS, dense, texts
 
 from transformer_jax import patterns
-from transformer_jax.patterns import causal, local, parse, per_head, rule, strided
+from transformer_jax.patterns import (
+    causal,
+    chunked,
+    full,
+    local,
+    parse,
+    per_head,
+    rule,
+    strided,
+)
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -245,6 +254,11 @@ def test_a_text_without_end_is_refused_in_one_line(text):
         (local(3, 0) | strided(2), False),
         (local(3, 0) | causal(), True),
         (~causal(), False),
+        (~(~causal() | strided(2)), True),
+        (~(~causal() & strided(2)), False),
+        (~(full() & ~causal()), True),
+        (strided(3, 0) | chunked(1), True),
+        (chunked(2), False),
         (per_head((causal(), local(1, 0))), True),
     ],
 )

@@ -266,6 +266,60 @@ def test_forward_mode_agrees_with_reverse_mode(name):
     np.testing.assert_allclose(forward, jnp.vdot(cotangent, tangent), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_bias_may_close_over_what_is_differentiated(name):
+    """Functions, partial ones and pytrees with numbers for leaves give one answer."""
+    query, key, value = operands()
+    kernel = functools.partial(kernel_of(name), pattern=local(1))
+    slopes = normal(N)
+
+    def of_function(slopes):
+        return lambda i, j: -slopes[:, None, None] * jnp.abs(i - j)[None]
+
+    def of_partial(slopes):
+        return functools.partial(lambda bias, i, j: bias(i, j), Slopes(slopes, 1))
+
+    def loss(slopes, made):
+        return (kernel(query, key, value, made(slopes)) ** 2).sum()
+
+    makers = (Slopes, of_function, of_partial, lambda slopes: Slopes(slopes, 1))
+    with jax.numpy_dtype_promotion("standard"):
+        values = [
+            jax.jit(jax.value_and_grad(functools.partial(loss, made=made)))(slopes)
+            for made in makers
+        ]
+    for other in values[1:]:
+        for one, two in zip(values[0], other, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_within_shard_map_gradients_are_those_of_one_device(name):
+    """What all devices share, the bias, has the sum of their gradients."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    query, key, value = operands(8, 7)
+
+    def kernel(query, key, value, slopes):
+        bias = Slopes(slopes)
+        return kernel_of(name)(query, key, value, bias, pattern=local(1))
+
+    cut, whole = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        kernel, mesh=mesh, in_specs=(cut, cut, cut, whole), out_specs=cut
+    )
+
+    def gradients(attend):
+        def loss(*arrays):
+            return (attend(*arrays) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+
+    arrays = (query, key, value, normal(N))
+    found, wanted = (gradients(each)(*arrays) for each in (sharded, kernel))
+    for one, two in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
 # --- Dropout ---------------------------------------------------------------------
 
 

@@ -46,6 +46,13 @@ def test_nothing_and_nothing_is_nothing():
     np.testing.assert_array_equal(output, np.zeros((3, 2)))
     np.testing.assert_array_equal(residual, np.full(3, -np.inf))
 
+    def total(lse):
+        output, residual = merge((nothing[0], lse), nothing)
+        return output.sum() + jnp.where(residual > -jnp.inf, residual, 0.0).sum()
+
+    np.testing.assert_array_equal(jax.grad(total)(nothing[1]), np.zeros(3))
+    np.testing.assert_array_equal(jax.grad(total)(jnp.ones(3)), np.ones(3))
+
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_extra_tokens_are_a_mask_around_the_sequence(is_causal):

@@ -224,7 +224,7 @@ def check_scale(scale: ArrayLike | None, width: int) -> ArrayLike:
         ValueError: it is not one number.
     """
     if scale is None:
-        return 1 / math.sqrt(width)
+        return 1 / math.sqrt(max(width, 1))
     if jnp.ndim(scale):
         raise ValueError(f"scale must be one number, not of shape {jnp.shape(scale)}")
     return scale

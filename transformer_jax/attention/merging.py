@@ -33,8 +33,10 @@ def merge(
         >>> output.tolist()
         [[1.0, 1.0]]
     """
-    both = jnp.logaddexp(one[1], other[1])
-    safe = masks.or_zero(both > -jnp.inf, both)
+    alive = jnp.maximum(one[1], other[1]) != -jnp.inf
+    # Selected before as well, so that no gradient is one of -inf.
+    safe = jnp.logaddexp(*(masks.or_zero(alive, lse) for _, lse in (one, other)))
+    both = jnp.where(alive, safe, -jnp.inf)
     parts = [jnp.exp(lse - safe)[..., None] * x for x, lse in (one, other)]
     return (parts[0] + parts[1]).astype(one[0].dtype), both
 

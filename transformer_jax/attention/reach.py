@@ -60,7 +60,7 @@ def alive(call: Call) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]]:
 @functools.lru_cache(maxsize=64)
 def first_edges(
     pattern: Pattern, query_length: int, key_length: int, query_offset: int
-) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "S"]]:
+) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " S"]]:
     """Return each query's first key, and the row of each key's first query.
 
     S stands for no key and T for no query.

@@ -234,7 +234,8 @@ def _jax_nn(case: Case) -> Callable[..., jax.Array]:
     found = cudnn.window_of(case.pattern)
     if found is None:
         edges = jnp.asarray(case.pattern.dense(case.length, case.length))
-        return functools.partial(jax.nn.dot_product_attention, mask=edges[None, None])
+        mask = edges.reshape(1, -1, case.length, case.length)
+        return functools.partial(jax.nn.dot_product_attention, mask=mask)
     is_causal, window = found
     return functools.partial(
         jax.nn.dot_product_attention,

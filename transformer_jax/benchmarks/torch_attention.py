@@ -1,6 +1,8 @@
 """PyTorch's attention on one of our patterns: scaled dot product, and FlexAttention."""
 
+import functools
 import importlib.util
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -66,12 +68,18 @@ def _sdpa(torch: Any, case: Any, device: str) -> Callable:
 def _flex(torch: Any, case: Any, device: str) -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    heads = case.pattern.heads
+
     def edge(batch: Any, head: Any, i: Any, j: Any) -> Any:
-        del batch, head
-        return case.pattern.allowed(i, j)
+        del batch
+        if not heads:
+            return case.pattern.allowed(i, j)
+        patterns = map(case.pattern.of_head, range(heads))
+        marks = ((head == n) & each.allowed(i, j) for n, each in enumerate(patterns))
+        return functools.reduce(operator.or_, marks)
 
     blocks = create_block_mask(
-        edge, None, None, case.length, case.length, device=device
+        edge, None, heads, case.length, case.length, device=device
     )
     # Each length its own program: PyTorch would generalise over them, or give up.
     torch.compiler.reset()

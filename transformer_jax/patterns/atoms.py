@@ -25,6 +25,8 @@ LARGEST = 2**31 - 1
 class Full(Pattern):
     """Every edge."""
 
+    has_future = True
+
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
         return (i == i) & (j == j)
@@ -64,6 +66,12 @@ class Differences(Pattern):
     def bounds(self) -> tuple[int | None, int | None, int]:
         """low, high and step; None is an open end."""
 
+    @property
+    def is_causal(self) -> bool:
+        """See `Pattern`."""
+        _, high, step = self.bounds
+        return high is not None and high < step
+
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
         low, high, step = self.bounds
@@ -95,11 +103,6 @@ class Local(Differences):
     left: int
     right: int
     dilation: int
-
-    @property
-    def is_causal(self) -> bool:
-        """See `Pattern`."""
-        return self.right == 0
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -136,6 +139,11 @@ class Chunked(Pattern):
     """i and j lie in one chunk."""
 
     size: int
+
+    @property
+    def is_causal(self) -> bool:
+        """See `Pattern`."""
+        return self.size == 1
 
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""

@@ -55,6 +55,11 @@ class Pattern(abc.ABC):
         """Whether it is plain that no edge reaches ahead, j > i."""
         return False
 
+    @property
+    def has_future(self) -> bool:
+        """Whether it is plain that every edge ahead, j > i, is allowed."""
+        return False
+
     def of_head(self, head: int) -> "Pattern":
         """Return the pattern of one query head."""
         del head
@@ -207,6 +212,11 @@ class And(Pattern):
         """See `Pattern`."""
         return any(part.is_causal for part in self.parts)
 
+    @property
+    def has_future(self) -> bool:
+        """See `Pattern`."""
+        return all(part.has_future for part in self.parts)
+
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
         return functools.reduce(
@@ -235,6 +245,11 @@ class Or(Pattern):
         """See `Pattern`."""
         return all(part.is_causal for part in self.parts)
 
+    @property
+    def has_future(self) -> bool:
+        """See `Pattern`."""
+        return any(part.has_future for part in self.parts)
+
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
         return functools.reduce(
@@ -257,6 +272,16 @@ class Not(Pattern):
 
     BINDING = 2
     part: Pattern
+
+    @property
+    def is_causal(self) -> bool:
+        """See `Pattern`."""
+        return self.part.has_future
+
+    @property
+    def has_future(self) -> bool:
+        """See `Pattern`."""
+        return self.part.is_causal
 
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from transformer_jax.attention import dense, reach
+from transformer_jax.attention import dense
 from transformer_jax.attention.arguments import Call
 from transformer_jax.attention.sparse import walk
 from transformer_jax.attention.sparse.edges import Plan
+from transformer_jax.attention.sparse.operands import Operands, prepared
 from transformer_jax.attention.sparse.parts import count_edges
 from transformer_jax.patterns import full
 from transformer_jax.patterns.ranges import check_integer
@@ -18,8 +19,6 @@ from transformer_jax.patterns.ranges import check_integer
 # Places of a tile that are tried, and what a tile's border costs in places.
 BLOCKS = (16, 32, 64, 128, 256)
 BORDER = 16
-# Beyond, to look for keys that nothing reads takes longer than to mask them by tiles.
-LONG = 1 << 15
 
 
 def attend(
@@ -35,9 +34,6 @@ def attend(
         return dense.attend(call)
     # A number is static; only an array has a gradient.
     scale = call.scale if isinstance(call.scale, jax.Array) else None
-    if callable(call.bias) and jax.tree.leaves(call.bias) == [call.bias]:
-        # A plain function: static, it has nothing to differentiate.
-        call = call._replace(bias=jax.tree_util.Partial(call.bias))
     pattern = full() if call.pattern is None else call.pattern
     groups = defaultdict(list)
     for head in range(call.sizes.heads):
@@ -45,7 +41,6 @@ def attend(
     results, order = [], []
     for of_group, heads in groups.items():
         some = _of_heads(call._replace(pattern=of_group), heads)
-        some, clean = _cleaned(some)
         plan = Plan(
             pattern=of_group,
             offset=call.offset,
@@ -54,27 +49,15 @@ def attend(
             rate=call.rate,
             heads=tuple(heads),
             all_heads=call.sizes.heads,
-            clean=clean,
             sizes=some.sizes,
         )
-        arrays = walk.Operands(
-            some.query, some.key, some.value, scale, some.bias, some.limits, call.rng
-        )
-        results.append(walk.attend(plan, arrays))
+        operands = Operands(*some[:3], scale, some.bias, some.limits, call.rng)
+        results.append(walk.attend(plan, prepared(operands)))
         order.extend(heads)
     if len(results) == 1:
         return results[0]
     back = np.argsort(order)
     return tuple(jnp.concatenate(x, 2)[:, :, back] for x in zip(*results, strict=True))
-
-
-def _cleaned(call: Call) -> tuple[Call, bool]:
-    """The call with zeros for what nothing reads, where that can be told at once."""
-    limits, sizes = call.limits, call.sizes
-    longest = max(sizes.query_length, sizes.key_length)
-    if limits.mask is not None or limits.query_ids is not None or longest > LONG:
-        return call, False
-    return reach.cleaned(call)[0], True
 
 
 def choose_block(call: Call, block_size: int | None) -> int:

@@ -27,7 +27,6 @@ class Plan(NamedTuple):
         rate: chance to drop an edge.
         heads: numbers of the query heads.
         all_heads: how many a callable bias tells of.
-        clean: keys that nothing reads are zero already.
         sizes: of the arrays.
     """
 
@@ -38,7 +37,6 @@ class Plan(NamedTuple):
     rate: float
     heads: tuple[int, ...]
     all_heads: int
-    clean: bool
     sizes: Sizes
 
     @property
@@ -125,8 +123,6 @@ class Edges:
 
     def live(self, tiles: Array) -> Array:
         """Keys or values `[n, B, K, s, H]`, zero where no query of a tile reads."""
-        if self._plan.clean:
-            return tiles
         live = self.allowed.any((3, 4))[..., None]
         return masks.or_zero(live, tiles)
 

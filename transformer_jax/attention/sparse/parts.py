@@ -279,9 +279,9 @@ def _widened(table: np.ndarray, width: int, filler: int | np.int8) -> np.ndarray
 
 def is_band(rows: np.ndarray, columns: np.ndarray) -> bool:
     """Tell whether rows are neighbours, and each slot's columns move with them."""
-    shifts = np.where(columns < 0, 0, columns - rows[:, None])
-    low = np.where(columns < 0, 1 << 40, shifts).min(0)
-    high = np.where(columns < 0, -(1 << 40), shifts).max(0)
+    shifts, limits = columns - rows[:, None], np.iinfo(columns.dtype)
+    low = np.where(columns < 0, limits.max, shifts).min(0)
+    high = np.where(columns < 0, limits.min, shifts).max(0)
     return bool((np.diff(rows) == 1).all() and (low == high).all())
 
 

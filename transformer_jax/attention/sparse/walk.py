@@ -7,47 +7,29 @@ backward pass computes the weights anew from the final one.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from transformer_jax import masks
-from transformer_jax.attention.arguments import Limits
 from transformer_jax.attention.merging import merge
 from transformer_jax.attention.products import product
 from transformer_jax.attention.sparse.access import Access
 from transformer_jax.attention.sparse.edges import Edges, Plan
+from transformer_jax.attention.sparse.operands import (
+    Operands,
+    floats,
+    varying_like,
+    with_floats,
+)
 from transformer_jax.attention.sparse.parts import Part, partition
 
 # Scores that are computed at once, if there are so many: what fits in a cache.
 BUDGET = 1 << 19
 # Query tiles that a step looks at, at most: its program names each.
 AT_ONCE = 8
-
-
-class Operands(NamedTuple):
-    """What is not static of a call whose heads have one pattern.
-
-    Attributes:
-        query: `[B, T, N, H]`.
-        key: `[B, S, K, H]`.
-        value: `[B, S, K, V]`.
-        scale: a factor of the scores that has a gradient, or None.
-        bias: see `arguments.check_bias`.
-        limits: what forbids edges besides the pattern.
-        rng: the PRNG key of dropout, or None.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    scale: Array | None
-    bias: Any
-    limits: Limits
-    rng: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,16 +62,13 @@ def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tupl
     )
     wanted = (query, operands.key, value, operands.scale)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), wanted)
-    sums = (*sums, [jnp.zeros_like(x) for x in _floats(operands.bias, operands.bias)])
+    sums = (*sums, [jnp.zeros_like(x) for x in floats(operands.bias, operands.bias)])
+    sums = varying_like(sums, query)
     for part in parts_of(plan):
         new = _Walk(plan, part, operands).backward(rows)
         sums = jax.tree.map(jnp.add, sums, new)
     gradients = jax.tree.map(lambda x, of: x.astype(of.dtype), sums[:4], wanted)
-    found = iter(sums[4])
-    bias = jax.tree.map(
-        lambda x: next(found) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0),
-        operands.bias,
-    )
+    bias = with_floats(sums[4], operands.bias)
     return (Operands(*gradients, bias, None, None),)
 
 
@@ -110,16 +89,6 @@ def parts_of(plan: Plan) -> tuple[Part, ...]:
 def _nothing(shape: tuple[int, ...], wide: Any) -> tuple[Array, Array]:
     """What attention to no key gives, an output `[..., V]` and its log-sum-exp."""
     return jnp.zeros(shape, wide), jnp.full(shape[:-1], -jnp.inf, wide)
-
-
-def _floats(tree: Any, of: Any) -> list:
-    """The leaves of a tree where those of another one, like it, have gradients."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(of), strict=True)
-    return [x for x, y in leaves if _is_float(y)]
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _wide(x: Array) -> Any:
@@ -166,6 +135,7 @@ class _Walk:
             if columns.shape[1] == self.width:
                 return carry, self._mean(rows, columns, query)
             nothing = _nothing((*query.shape[:-1], self.value.shape[-1]), self.wide)
+            nothing = varying_like(nothing, query)
             return carry, self._over_columns(look, nothing, rows, columns, query)[0]
 
         xs = (self._query_tiles(query),)
@@ -204,7 +174,8 @@ class _Walk:
 
         def step(sums: tuple, xs: tuple) -> tuple[tuple, Array]:
             numbers, columns, *rows = xs
-            carry = (*sums, jnp.zeros(rows[0].shape, self.wide))
+            new = jnp.zeros(rows[0].shape, self.wide)
+            carry = (*sums, varying_like(new, rows[0]))
             carry, _ = self._over_columns(look, carry, numbers, columns, *rows)
             return carry[:-1], carry[-1]
 
@@ -212,8 +183,9 @@ class _Walk:
             jnp.zeros(self.key.shape, self.wide),
             jnp.zeros(self.value.shape, self.wide),
             None if self.scale is None else jnp.zeros((), self.wide),
-            [jnp.zeros_like(x) for x in _floats(self.bias, self.bias)],
+            [jnp.zeros_like(x) for x in floats(self.bias, self.bias)],
         )
+        sums = varying_like(sums, self.key)
         xs = tuple(map(self._query_tiles, rows))
         sums, query_sum = self._over_rows(step, sums, xs)
         key_sum, value_sum, scale_sum, bias_sum = sums
@@ -252,7 +224,7 @@ class _Walk:
         change = product("bqh,bsh->bqs", up, values)
         change = weights * (edges.dropped(change) - mean[..., None])
         if pullback:
-            new = _floats(pullback(change)[0], self.bias)
+            new = floats(pullback(change)[0], self.bias)
             bias_sum = jax.tree.map(jnp.add, bias_sum, new)
         elif bias_sum:
             bias_sum = [edges.give(x, change.astype(x.dtype)) for x in bias_sum]
