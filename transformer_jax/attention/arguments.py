@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from transformer_jax.patterns import Pattern, causal
+from transformer_jax.patterns import Pattern, causal, full
 from transformer_jax.patterns.base import check_head_count
 
 
@@ -197,6 +197,11 @@ class Call(NamedTuple):
     rng: Any
     sizes: Sizes
 
+    @property
+    def edges(self) -> Pattern:
+        """The pattern, full() where there is none."""
+        return full() if self.pattern is None else self.pattern
+
 
 def check_pattern(pattern: Any, is_causal: bool, heads: int | None) -> Pattern | None:
     """Return the pattern, of causal edges only where asked for; None allows all.
@@ -224,6 +229,7 @@ def check_scale(scale: ArrayLike | None, width: int) -> ArrayLike:
         ValueError: it is not one number.
     """
     if scale is None:
+        # Heads of width 0 have scores of 0, whatever the scale.
         return 1 / math.sqrt(max(width, 1))
     if jnp.ndim(scale):
         raise ValueError(f"scale must be one number, not of shape {jnp.shape(scale)}")
@@ -286,5 +292,5 @@ def check_kv_heads(pattern: Pattern, kv_heads: int) -> None:
     if pattern.heads and pattern.heads % kv_heads:
         raise ValueError(
             f"a pattern of {pattern.heads} heads does not fit {kv_heads} key/value "
-            "heads: their number must divide its"
+            "heads: the first must be a multiple of the second"
         )

@@ -79,10 +79,11 @@ def init_cache(
         raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
     pattern = arguments.check_pattern(pattern, False, None)
     value_width = head_width if value_width is None else value_width
-    if min(batch, max_length, kv_heads, head_width, value_width) < 1:
+    sizes = (batch, max_length, kv_heads, head_width, value_width)
+    if min(sizes) < 1:
         raise ValueError(
-            "a cache needs rows, places, heads and a width, each at least 1, not "
-            f"{(batch, max_length, kv_heads, head_width)}"
+            "a cache needs rows, places, heads and two widths, each at least 1, not "
+            f"{sizes}"
         )
     count, held = max_length, None
     if pattern is not None:

@@ -62,7 +62,7 @@ def refusal(call: Call) -> str | None:
 
 
 def window_of(pattern: Pattern | None) -> tuple[bool, tuple[int, int] | None] | None:
-    """Return causality and window (left, right) of a pattern that is just that."""
+    """Return causality and window (left, right) of a pattern; None if it is another."""
     parts = pattern.parts if isinstance(pattern, base.And) else (pattern,)
     causal, window = False, None
     for part in parts:

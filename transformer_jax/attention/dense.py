@@ -1,4 +1,4 @@
-"""Dense attention: the oracle against which every other kernel is tested."""
+"""Dense attention, "reference": every score at once."""
 
 import functools
 import operator
@@ -121,6 +121,8 @@ def weighted_mean(
     keep: Any = None,
 ) -> tuple[Float[Array, "B T K G V"], Float[Array, "B K G T"]]:
     """The products, and the softmax between them, of what may all be read.
+
+        output = sum_j softmax_j(scale q . k_j + bias_j over the allowed j) v_j
 
     `allowed` and `keep` stand as `grouped` returns them.
     """

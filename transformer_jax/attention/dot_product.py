@@ -11,9 +11,10 @@ from transformer_jax.attention import arguments, cudnn, dense, sparse, splash
 from transformer_jax.attention.arguments import Call, Limits
 from transformer_jax.attention.platform import platform
 
-# A walk over tiles takes as long as these edges of dense attention take, and its own.
+# A walk over tiles takes as long as dense attention of its edges and so many more, as
+# measured on a CPU at 64 to 512 positions.
 OVERHEAD = 1 << 13
-# With more edges a pattern is never computed densely: its scores would fill the memory.
+# From 16 MiB of float32 scores a head on, a pattern is never computed densely.
 MANY_EDGES = 1 << 22
 
 
@@ -44,7 +45,8 @@ def dot_product_attention(
         output[t] = sum_j softmax_j(s[t, j] over the allowed j) v[j]
 
     Vaswani et al. 2017, section 3.2.1 (https://arxiv.org/abs/1706.03762); fewer
-    key/value heads than query heads: Ainslie et al. 2023. Query head n reads key/value
+    key/value heads than query heads: Ainslie et al. 2023
+    (https://arxiv.org/abs/2305.13245). Query head n reads key/value
     head n // (N / K). Names and layout are those of `jax.nn.dot_product_attention`, but
     an edge is allowed where *all* of `mask`, `pattern`, `is_causal`, the lengths and
     the segments allow it, and where none is:
@@ -59,7 +61,8 @@ def dot_product_attention(
         key: `[B, S, K, H]`; N is a multiple of K.
         value: `[B, S, K, V]`, often V = H.
         bias: array that broadcasts to `[B, N, T, S]`, or a callable `bias(i, j)` of the
-            positions i `[T, 1]` and j `[1, S]` that returns `[N, T, S]`.
+            positions i `[T, 1]` and j `[1, S]` that returns `[N, T, S]`. It is called
+            on some of them at a time: an entry depends on its own i and j alone.
         mask: booleans that broadcast to `[B, N, T, S]`, True = may attend.
         pattern: static pattern of `transformer_jax.patterns`.
         scale: factor of the scores, 1 / sqrt(H) by default.
@@ -74,9 +77,10 @@ def dot_product_attention(
         dropout_rate: chance to drop an edge's weight, static.
         dropout_rng: one PRNG key; an edge is kept by `masks.hashed_keep` of
             (dropout_rng, b, n, i, j) and scaled by 1 / (1 - dropout_rate).
-        block_size: places of a tile of "xla"; chosen from the pattern by default.
-        implementation: None chooses. "reference" computes every score; "xla" only the
-            tiles that hold edges of the pattern, in memory that grows with them;
+        block_size: places of a tile of "xla", or of "splash" (a multiple of 128); by
+            default chosen from the pattern. Where given, no implementation means "xla".
+        implementation: None chooses one of the first three. "reference" computes every
+            score; "xla" only the tiles that hold edges of the pattern, a few at a time;
             "splash" does so by JAX's kernel for TPUs, for comparisons of positions
             (causal, local, global_tokens and what they make) without bias, mask and
             dropout; "cudnn" by NVIDIA's for full, causal and local patterns. Only
@@ -92,8 +96,9 @@ def dot_product_attention(
         NotImplementedError: an implementation that cannot do this call, or not here.
 
     Cost: 2 B N E (H + V) FLOPs, E being T S for "reference" and the edges of all tiles
-    for "xla"; twice as many again backward ("xla" 2.5 times). Memory of "reference": a
-    few arrays of B N T S floats.
+    for "xla"; twice as many again backward ("xla", which computes the scores anew, 2.5
+    times if V = H). Memory of "reference": a few arrays of B N T S floats; of "xla": a
+    few times its inputs, and some MB of scores.
 
     Example:
         >>> import jax.numpy as jnp

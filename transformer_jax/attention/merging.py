@@ -34,7 +34,7 @@ def merge(
         [[1.0, 1.0]]
     """
     alive = jnp.maximum(one[1], other[1]) != -jnp.inf
-    # Selected before as well, so that no gradient is one of -inf.
+    # Zeroed first: logaddexp of two -inf has a NaN gradient, even where not selected.
     safe = jnp.logaddexp(*(masks.or_zero(alive, lse) for _, lse in (one, other)))
     both = jnp.where(alive, safe, -jnp.inf)
     parts = [jnp.exp(lse - safe)[..., None] * x for x, lse in (one, other)]

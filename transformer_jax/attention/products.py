@@ -1,32 +1,39 @@
 """The products of attention, in a form that compilers take as it is."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def product(equation: str, a: Array, b: Array) -> Array:
-    """Multiply matrices over leading batch axes, in 32 or 64 bits.
+def wide_dtype(x: Array) -> Any:
+    """Return the type in which scores and sums of an array are computed."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
-    A side with more than one axis of its own, or batch axes elsewhere, is transposed
-    first by XLA, the scores too.
+
+def product(equation: str, left: Array, right: Array) -> Array:
+    """Multiply batches of matrices, summed in float32 (float64 for float64).
+
+    XLA transposes an operand, even the scores, unless batch axes lead and each side has
+    one axis of its own; so `[G, q]` is one axis here.
 
     Args:
-        equation: an einsum with three letters a side: b stands for the leading axes,
-            q for all rows of a key/value head, `[G, q]`, whose array is `a`.
-        a: `[..., K, G, q, x]`.
-        b: `[..., K, s, x]`, or as `a`.
+        equation: "bqh,bsh->bqs" for scores, "bqs,bsh->bqh" for means of values, or
+            "bqs,bqh->bsh" for gradients of keys and values. b stands for `[..., K]`, q
+            for `[G, q]`.
+        left: `[..., K, G, q, x]`.
+        right: `[..., K, s, x]`, or as `left`.
 
     Returns:
         `[..., K, G, q, x]`, or `[..., K, s, x]` where the equation ends so.
     """
-    wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
-    lead = a.shape[:-3]
+    lead = left.shape[:-3]
     flat = (
         x.reshape(*lead, math.prod(x.shape[len(lead) : -1]), x.shape[-1])
-        for x in (a, b)
+        for x in (left, right)
     )
-    out = jnp.einsum(equation.replace("b", "..."), *flat, preferred_element_type=wide)
-    rows = a.shape[-3:-1] if "->bq" in equation else out.shape[-2:-1]
+    equation = equation.replace("b", "...")
+    out = jnp.einsum(equation, *flat, preferred_element_type=wide_dtype(left))
+    rows = left.shape[-3:-1] if "->...q" in equation else out.shape[-2:-1]
     return out.reshape(*lead, *rows, out.shape[-1])

@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Int32
 
 from transformer_jax import masks
 from transformer_jax.attention.arguments import Call
-from transformer_jax.patterns import Pattern, full
+from transformer_jax.patterns import Pattern
 from transformer_jax.patterns.ranges import EMPTY, FULL
 
+# Rows and columns of edges that are looked at together.
 TILE = 128
 
 
@@ -40,8 +41,7 @@ def alive(call: Call) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]]:
     """
     sizes, limits = call.sizes, call.limits
     B, T, S = sizes.batch, sizes.query_length, sizes.key_length
-    pattern = full() if call.pattern is None else call.pattern
-    first_keys, first_queries = first_edges(pattern, T, S, call.offset)
+    first_keys, first_queries = first_edges(call.edges, T, S, call.offset)
     rows = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     columns = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
     queries, keys = first_keys[None] < S, first_queries[None] < T
@@ -63,7 +63,7 @@ def first_edges(
 ) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " S"]]:
     """Return each query's first key, and the row of each key's first query.
 
-    S stands for no key and T for no query.
+    The pattern is one of one head; S stands for no key and T for no query.
     """
     rows = np.arange(0, query_length, TILE)
     columns = np.arange(0, key_length, TILE)

@@ -17,7 +17,7 @@ from transformer_jax.patterns.ranges import EMPTY
 
 # Steps that are looked at together.
 TILE = 64
-# A step that reads fewer of the slots than one of so many gathers them.
+# A step gathers what it reads where that is at most one of so many slots.
 SPARSE = 4
 
 

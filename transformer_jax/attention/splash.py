@@ -22,13 +22,15 @@ from transformer_jax import masks
 from transformer_jax.attention import reach
 from transformer_jax.attention.arguments import Call
 from transformer_jax.attention.platform import platform
-from transformer_jax.patterns import Pattern, atoms, base, full
+from transformer_jax.patterns import Pattern, atoms, base
 from transformer_jax.patterns.ranges import PARTIAL
 from transformer_jax.types import BATCH_MESH_AXES, HEADS_MESH_AXES
 
 # Run the kernel in Pallas's interpreter: for tests without a TPU.
 INTERPRET = False
+# Lanes of a TPU's vectors: tiles are multiples.
 LANES = 128
+# Places of a tile that are tried.
 BLOCKS = (512, 256, 128)
 # Patterns whose predicate the TPU's vector unit computes: comparisons alone.
 ATOMS = (atoms.Full, atoms.Causal, atoms.Local, atoms.GlobalTokens)
@@ -133,9 +135,7 @@ def _batched(
     _, S, K, V = value.shape
     block = _block(call, block_size)
     rows, columns = -(-T // block) * block, -(-S // block) * block
-    kernel = _kernel(
-        call.pattern or full(), rows, columns, S, call.offset, block, N // K
-    )
+    kernel = _kernel(call.edges, rows, columns, S, call.offset, block, N // K)
     query = _padded(query, rows).reshape(B, rows, K, N // K, -1)
     segments = None
     if key_lengths is not None or ids is not None:
@@ -181,12 +181,13 @@ def _block(call: Call, block_size: int | None) -> int:
     """Places of a tile: large ones feed the matrix unit, small ones waste less."""
     if block_size is not None:
         return block_size
-    sizes, pattern = call.sizes, call.pattern or full()
+    sizes, pattern = call.sizes, call.edges
 
     def cost(block: int) -> int:
         rows = np.arange(0, sizes.query_length, block)[:, None] + call.offset
         columns = np.arange(0, sizes.key_length, block)
         states = pattern.block_states(rows, rows + block, columns, columns + block)
+        # A tile's border costs about as much as LANES more places.
         return int(np.count_nonzero(states)) * (block + LANES) ** 2
 
     return min(BLOCKS, key=cost)

@@ -97,6 +97,7 @@ class Case:
 
     def gigabytes(self) -> float:
         """Return about what dense scores and their mask take, forward and backward."""
+        # Three arrays of 4 bytes.
         return 3 * 4e-9 * self.settings.batch * self.settings.heads * self.length**2
 
 
@@ -179,13 +180,13 @@ def _speedup(measured: dict[str, Measured], system: str) -> float | None:
 def _prepare(case: Case, system: str, name: str) -> Prepared:
     dense = system in ("jax-dense", "torch-sdpa") or (
         system == "jax-nn"
-        and (jax.default_backend() == "cpu" or cudnn.window_of(case.pattern) is None)
+        and (jax.default_backend() != "gpu" or cudnn.window_of(case.pattern) is None)
     )
     if dense and case.gigabytes() > case.settings.gigabytes:
         raise MemoryError(f"would need {case.gigabytes():.0f} GB (--gigabytes)")
     if system.startswith("torch"):
         return Prepared(*torch_attention.prepare(case, system, name), {})
-    return _compiled(case, OURS[system](case), name)
+    return _compiled(case, ON_JAX[system](case), name)
 
 
 def _compiled(case: Case, attend: Callable[..., jax.Array], name: str) -> Prepared:
@@ -229,7 +230,7 @@ def _dense(case: Case) -> Callable[..., jax.Array]:
 
 
 def _jax_nn(case: Case) -> Callable[..., jax.Array]:
-    """`jax.nn`, by cuDNN on a GPU, with a window if the pattern is one."""
+    """`jax.nn`: a window, by cuDNN on a GPU, if the pattern is one; else a mask."""
     backend = "cudnn" if jax.default_backend() == "gpu" else "xla"
     found = cudnn.window_of(case.pattern)
     if found is None:
@@ -245,4 +246,4 @@ def _jax_nn(case: Case) -> Callable[..., jax.Array]:
     )
 
 
-OURS = {"jax": _tiled, "jax-dense": _dense, "jax-nn": _jax_nn}
+ON_JAX = {"jax": _tiled, "jax-dense": _dense, "jax-nn": _jax_nn}

@@ -16,6 +16,7 @@ from transformer_jax.patterns.ranges import (
     Range,
     blocks_of,
     states_of,
+    true_like,
 )
 
 LARGEST = 2**31 - 1
@@ -29,7 +30,7 @@ class Full(Pattern):
 
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
-        return (i == i) & (j == j)
+        return true_like(i) & true_like(j)
 
     def states(self, rows: Range, columns: Range) -> np.ndarray:
         """See `Pattern`."""
@@ -76,7 +77,7 @@ class Differences(Pattern):
         """See `Pattern`."""
         low, high, step = self.bounds
         difference = j - i
-        marks = difference == difference if step == 1 else difference % step == 0
+        marks = true_like(difference) if step == 1 else difference % step == 0
         # Traced positions have 32 bits, and no difference is larger.
         if low is not None:
             marks = marks & (difference >= max(low, -LARGEST))
@@ -169,7 +170,7 @@ class Columns(Pattern):
 
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
-        return (j % self.block >= self.block - self.count) & (i == i)
+        return (j % self.block >= self.block - self.count) & true_like(i)
 
     def states(self, rows: Range, columns: Range) -> np.ndarray:
         """See `Pattern`."""

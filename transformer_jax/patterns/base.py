@@ -126,7 +126,8 @@ class Pattern(abc.ABC):
 
         Returns:
             EMPTY 0, PARTIAL 1 or FULL 2. EMPTY and FULL are never wrong; PARTIAL may
-            be, where parts of a compound meet. A rectangle without edges is EMPTY.
+            stand for either: where parts of a compound meet, in rule(), and in large
+            rectangles of random_blocks(). A rectangle without edges is EMPTY.
 
         Raises:
             TypeError: positions are no integers.
@@ -374,7 +375,11 @@ def _combined(kind: type[And] | type[Or], one: Pattern, other: Any) -> Pattern:
 
 
 def check_head_count(pattern: Pattern, num_heads: int | None) -> None:
-    """Raise unless a pattern of heads has one for each of them."""
+    """Check that a pattern of heads has one for each of them.
+
+    Raises:
+        ValueError: it has not.
+    """
     if pattern.heads and num_heads is not None and pattern.heads != num_heads:
         raise ValueError(
             f"the pattern is one of {pattern.heads} heads, but there are {num_heads}: "

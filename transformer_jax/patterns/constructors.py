@@ -23,9 +23,10 @@ def local(left: int, right: int | None = None, *, dilation: int = 1) -> Pattern:
     """A window: -left dilation <= j - i <= right dilation, and dilation divides j - i.
 
     Both ends belong to it, as in `jax.nn.dot_product_attention`; `right` defaults to
-    `left`. A window "of 512" is local(256) in Longformer (Beltagy et al. 2020, section
-    3.1) and causal() & local(511) in Mistral, whose 512 count the position itself
-    (Jiang et al. 2023, section 2).
+    `left`. A window "of W" is local(W // 2) in Longformer (Beltagy et al. 2020, section
+    3.1, https://arxiv.org/abs/2004.05150) and causal() & local(W - 1) in Mistral, where
+    W counts the position itself (Jiang et al. 2023, section 2,
+    https://arxiv.org/abs/2310.06825).
 
     Raises:
         TypeError, ValueError: an argument is no integer from 0 on, or the dilation none
@@ -41,8 +42,8 @@ def local(left: int, right: int | None = None, *, dilation: int = 1) -> Pattern:
 def strided(stride: int, reach: int | None = None) -> Pattern:
     """`stride` divides i - j, and |i - j| <= reach stride if a reach is given.
 
-    Child et al. 2019, section 4.3, whose strided attention is, with causal(), the union
-    with local(stride).
+    Child et al. 2019, section 4.3 (https://arxiv.org/abs/1904.10509), whose strided
+    attention is, with causal(), the union with local(stride).
 
     Raises:
         TypeError, ValueError: the stride is no integer from 1 on, the reach from 0 on.
@@ -81,7 +82,7 @@ def chunked(size: int) -> Pattern:
 def global_tokens(tokens: int | tuple[int, ...]) -> Pattern:
     """i or j is global: one of the first `tokens` positions, or of a tuple of them.
 
-    Beltagy et al. 2020, section 3.1.
+    Beltagy et al. 2020, section 3.1 (https://arxiv.org/abs/2004.05150).
 
     Raises:
         TypeError, ValueError: no integer from 1 on, and no tuple of some from 0 on.
@@ -97,8 +98,9 @@ def global_tokens(tokens: int | tuple[int, ...]) -> Pattern:
 def random_blocks(count: int, block: int, seed: int = 0) -> Pattern:
     """Each block of positions is linked with `count` random ones before it, both ways.
 
-    After Zaheer et al. 2020 (BigBird), section 2. What is drawn depends on the seed
-    alone, not on lengths; a block with fewer before it takes all.
+    After Zaheer et al. 2020 (BigBird), section 2 (https://arxiv.org/abs/2007.14062).
+    What is drawn depends on the seed alone, not on lengths; a block with fewer before
+    it takes all, and none is linked with itself.
 
     Raises:
         TypeError, ValueError: no integers from 1 on, the seed from 0 on.

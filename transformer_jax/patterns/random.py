@@ -9,7 +9,13 @@ import numpy as np
 
 from transformer_jax import masks
 from transformer_jax.patterns.base import Pattern
-from transformer_jax.patterns.ranges import PARTIAL, Range, blocks_of, states_of
+from transformer_jax.patterns.ranges import (
+    PARTIAL,
+    Range,
+    blocks_of,
+    states_of,
+    true_like,
+)
 
 # Pairs of blocks that are looked at one by one; beyond, they are PARTIAL.
 MANY_PAIRS = 64
@@ -36,7 +42,7 @@ class RandomBlocks(Pattern):
         """Return `count` arrays: the earlier blocks that each block draws, or -1."""
         where = jnp.where if isinstance(blocks, jax.Array) else np.where
         number = where(blocks < self.count, blocks, self.count)
-        seeded = masks.mix(blocks.astype(np.uint32), np.uint32(self.seed % 2**32))
+        seeded = masks.mix(blocks.astype(np.uint32), np.uint32(self.seed))
         chosen: list[Any] = []
         for turn in range(self.count):
             # In its turn a block draws up to `top`, and takes `top` for what it has.
@@ -65,7 +71,7 @@ class RandomBlocks(Pattern):
 
     def _linked(self, one: Any, other: Any) -> Any:
         """Tell whether one of two blocks draws the other."""
-        marks = (one != one) & (other != other)
+        marks = ~(true_like(one) & true_like(other))
         for drawn in self.drawn(one):
             marks = marks | (drawn == other)
         for drawn in self.drawn(other):

@@ -25,17 +25,21 @@ class Range:
 
 
 def check_lengths(query_length: int, key_length: int) -> None:
-    """Raise unless both are integers from 0 on."""
+    """Check that both are integers from 0 on.
+
+    Raises:
+        TypeError, ValueError: as `check_integer`.
+    """
     check_integer("query_length", query_length, 0)
     check_integer("key_length", key_length, 0)
 
 
 def check_integer(name: str, value: Any, low: int) -> int:
-    """Return an integer that is at least `low`.
+    """Return an integer from `low` on and below 2^31: positions have 32 bits.
 
     Raises:
         TypeError: it is no integer.
-        ValueError: it is too small.
+        ValueError: it is outside.
     """
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {value!r}")
@@ -46,11 +50,20 @@ def check_integer(name: str, value: Any, low: int) -> int:
 
 
 def as_integers(values: ArrayLike) -> np.ndarray:
-    """The values as NumPy integers of 64 bits."""
+    """Return the values as NumPy integers of 64 bits.
+
+    Raises:
+        TypeError: they are no integers.
+    """
     array = np.asarray(values)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"positions must be integers, not {array.dtype}")
     return array.astype(np.int64)
+
+
+def true_like(x: Any) -> Any:
+    """Return True in the shape of integers, of NumPy or JAX as they are."""
+    return x == x
 
 
 def states_of(full: np.ndarray, empty: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ from transformer_jax.patterns.constructors import PATTERNS
 def parse(text: str) -> Pattern:
     """Return the pattern that a text describes; the inverse of `str`.
 
+    But rule() is in no text.
+
     The text is an expression of the constructors, `&`, `|`, `~` and parentheses.
     Nothing is evaluated but those.
 

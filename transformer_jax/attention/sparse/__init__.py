@@ -13,7 +13,6 @@ from transformer_jax.attention.sparse import walk
 from transformer_jax.attention.sparse.edges import Plan
 from transformer_jax.attention.sparse.operands import Operands, prepared
 from transformer_jax.attention.sparse.parts import count_edges
-from transformer_jax.patterns import full
 from transformer_jax.patterns.ranges import check_integer
 
 # Places of a tile that are tried, and what a tile's border costs in places.
@@ -34,7 +33,7 @@ def attend(
         return dense.attend(call)
     # A number is static; only an array has a gradient.
     scale = call.scale if isinstance(call.scale, jax.Array) else None
-    pattern = full() if call.pattern is None else call.pattern
+    pattern = call.edges
     groups = defaultdict(list)
     for head in range(call.sizes.heads):
         groups[pattern.of_head(head)].append(head)
@@ -69,13 +68,13 @@ def choose_block(call: Call, block_size: int | None) -> int:
 
 
 def fewest_edges(call: Call) -> int:
-    """Return about how many edges of a head are computed, with the best of BLOCKS."""
+    """Return the least edges of a head's tiles over BLOCKS; what is chosen has more."""
     return min(_edges(call, block) for block in BLOCKS)
 
 
 def _edges(call: Call, block: int) -> int:
     """About how many edges all tiles have, of the head that has most."""
-    pattern, sizes = call.pattern or full(), call.sizes
+    pattern, sizes = call.edges, call.sizes
     return max(
         count_edges(
             pattern.of_head(head),
@@ -96,6 +95,7 @@ def _of_heads(call: Call, heads: list[int]) -> Call:
     kv = np.array(heads) // (sizes.heads // sizes.kv_heads)
     kv_heads, counts = np.unique(kv, return_counts=True)
     if len(set(counts)) > 1:
+        # Uneven shares: each query head gets a copy of its key/value head.
         kv_heads = kv
     index = np.array(heads)
     mask, bias = call.limits.mask, call.bias

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     Attributes:
         pattern: of every head.
         offset: position of the first query.
-        scale: factor of the scores, besides one that is an array.
+        scale: factor of the scores, 1 where that is an array.
         block: places of a tile.
         rate: chance to drop an edge.
         heads: numbers of the query heads.
@@ -49,6 +49,9 @@ class Edges:
     """Edges from query tiles `rows` `[n]` to key tiles `columns` `[n, W]`.
 
     Numbers of tiles that are none have no edges.
+
+    Attributes:
+        allowed: booleans `[n, b, k, g, q, s]`; b, k and g are B, K and G, or 1.
     """
 
     def __init__(

@@ -42,7 +42,8 @@ class Operands(NamedTuple):
 def prepared(operands: Operands) -> Operands:
     """Return operands that a `custom_vjp` can differentiate."""
     bias = operands.bias
-    if callable(bias) and jax.tree.leaves(bias) == [bias]:
+    if callable(bias) and jax.tree_util.all_leaves([bias]):
+        # A plain function, not a pytree.
         bias = _opened(bias)
     operands = operands._replace(bias=bias)
     operands = jax.tree.map(
@@ -91,6 +92,11 @@ def floats(tree: Any, of: Any) -> list[Array]:
     """Return the leaves of a tree where those of another, like it, have gradients."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(of), strict=True)
     return [x for x, y in leaves if _is_float(y)]
+
+
+def float_zeros(tree: Any) -> list[Array]:
+    """Return zeros like the leaves of a tree that have gradients."""
+    return [jnp.zeros_like(x) for x in floats(tree, tree)]
 
 
 def with_floats(found: Iterable[Array], of: Any) -> Any:

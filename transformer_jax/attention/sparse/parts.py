@@ -22,7 +22,7 @@ from transformer_jax.patterns.ranges import EMPTY, FULL, PARTIAL
 MANY_TERMS = 32
 # Parts that a term's rows are sorted into by their number of tiles.
 GROUPS = 8
-# A group of rows may waste this much; more, and it is split.
+# Rows stay one group while padding to the longest costs at most a tenth.
 EVEN = 1.1
 # Tiles that are looked at together.
 CHUNK = 1 << 20
@@ -36,7 +36,7 @@ class Part:
         pattern: the edges, exactly; parts of one partition share none.
         query_tiling: the query positions in tiles.
         key_tiling: the key positions in tiles.
-        rows: int32 `[R]`, the query tiles that have edges.
+        rows: int32 `[R]`, query tiles: all in a row for a band, else what has edges.
         columns: int32 `[R, W]`, the key tiles of each; -1 is none.
         states: int8 `[R, W]`: EMPTY (for -1), PARTIAL or FULL.
     """
@@ -51,17 +51,19 @@ class Part:
     @property
     def permutation(self) -> tuple[np.ndarray, np.ndarray]:
         """Query and key positions as they stand in tiles `[C, tile]`; -1 is none."""
-        return tuple(
-            np.where(*np.broadcast_arrays(real, positions, -1))
-            for tiling in (self.query_tiling, self.key_tiling)
-            for positions, real in [tiling.positions(np.arange(tiling.tiles))]
-        )
+        return _places(self.query_tiling), _places(self.key_tiling)
 
     @property
     def edges(self) -> int:
-        """Edges that are computed: those of all tiles."""
+        """Edges of the tiles that hold any, without what fills rows to one width."""
         tile = self.query_tiling.tile * self.key_tiling.tile
         return int((self.states != EMPTY).sum()) * tile
+
+
+def _places(tiling: Tiling) -> np.ndarray:
+    """The positions of all tiles `[C, tile]`; -1 is none."""
+    positions, real = tiling.positions(np.arange(tiling.tiles))
+    return np.where(real, positions, -1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -103,13 +105,14 @@ def partition(
     extent = Extent(query_length, key_length, query_offset, block)
     terms = [(term, *_sparsest(term, extent)) for term in _terms(pattern)]
     parts: list[Part] = []
-    before: list[Pattern] = []
+    excluded: list[Pattern] = []
     for term, atom, structure in sorted(terms, key=lambda term: term[2].rank):
+        # A structure with states answers for its own atom.
         others = tuple(
             part for part in term if part is not atom or not structure.states
         )
-        parts.extend(_parts(term, others, tuple(before), structure))
-        before.append(~_intersection(term))
+        parts.extend(_parts(term, others, tuple(excluded), structure))
+        excluded.append(~_intersection(term))
     return tuple(parts)
 
 
@@ -172,7 +175,7 @@ def _sparsest(term: tuple[Pattern, ...], extent: Extent) -> tuple[Pattern, Struc
 def _parts(
     term: tuple[Pattern, ...],
     others: tuple[Pattern, ...],
-    before: tuple[Pattern, ...],
+    excluded: tuple[Pattern, ...],
     structure: Structure,
 ) -> Iterator[Part]:
     """The tiles of one term, without those that others before it hold whole."""
@@ -186,9 +189,9 @@ def _parts(
         rows = np.arange(begin, min(begin + step, queries.tiles))
         columns = structure.columns(rows)
         columns = np.where((columns >= 0) & (columns < keys.tiles), columns, -1)
-        states = _states((*others, *before), structure, rows, columns)
+        states = _states((*others, *excluded), structure, rows, columns)
         tables.append((rows, np.where(states == EMPTY, -1, columns), states))
-    pattern = _intersection((*term, *before))
+    pattern = _intersection((*term, *excluded))
     for rows, columns, states in _groups(tables):
         yield Part(
             pattern,
@@ -207,7 +210,8 @@ def _states(
     columns: np.ndarray,
 ) -> np.ndarray:
     """What the tiles hold: told in this order, or by the ranges of their positions."""
-    (row_hulls, row_counts), (hulls, counts) = _hulls(structure)
+    row_hulls, row_counts = structure.queries.hulls()
+    hulls, counts = structure.keys.hulls()
     i = ranges.Range(row_hulls.start[rows][:, None], row_hulls.stop[rows][:, None])
     j = ranges.Range(hulls.start[columns], hulls.stop[columns])
     states = np.full(columns.shape, FULL)
@@ -283,7 +287,3 @@ def is_band(rows: np.ndarray, columns: np.ndarray) -> bool:
     low = np.where(columns < 0, limits.max, shifts).min(0)
     high = np.where(columns < 0, limits.min, shifts).max(0)
     return bool((np.diff(rows) == 1).all() and (low == high).all())
-
-
-def _hulls(structure: Structure) -> tuple:
-    return structure.queries.hulls(), structure.keys.hulls()

@@ -11,10 +11,10 @@ import numpy as np
 from transformer_jax.attention.sparse.tiling import Grid, Selection
 from transformer_jax.patterns import Pattern, atoms
 from transformer_jax.patterns.random import RandomBlocks
-from transformer_jax.patterns.ranges import FULL, Range, states_of
+from transformer_jax.patterns.ranges import FULL, Range, states_of, true_like
 
 Tiling = Grid | Selection
-# As the number of a tile: none, however many follow it.
+# So far below 0 that it stays no tile when those of a chunk are added.
 NOWHERE = -(1 << 40)
 
 
@@ -75,8 +75,7 @@ class GlobalSide(Pattern):
     def allowed(self, i: Any, j: Any) -> Any:
         """See `Pattern`."""
         one, other = (i, j) if self.of_queries else (j, i)
-        # Of the other only the shape matters.
-        return self.tokens.is_global(one) & (other == other)
+        return self.tokens.is_global(one) & true_like(other)
 
     def states(self, rows: Range, columns: Range) -> np.ndarray:
         """See `Pattern`."""

@@ -116,7 +116,10 @@ class Grid:
         return x.reshape(self.tiles, self.tile, *rest)
 
     def restore(self, x: Array, filler: float) -> Array:
-        """Return tiles `[R, tile, ...]` as `[length, ...]`: undo `arrange`."""
+        """Return tiles `[R, tile, ...]` as `[length, ...]`: undo `arrange`.
+
+        All positions are in tiles, so nothing takes the filler.
+        """
         del filler
         first, stop = self.members
         size, rest = stop - first, x.shape[2:]

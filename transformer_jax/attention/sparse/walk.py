@@ -15,26 +15,36 @@ from jaxtyping import Array
 
 from transformer_jax import masks
 from transformer_jax.attention.merging import merge
-from transformer_jax.attention.products import product
+from transformer_jax.attention.products import product, wide_dtype
 from transformer_jax.attention.sparse.access import Access
 from transformer_jax.attention.sparse.edges import Edges, Plan
 from transformer_jax.attention.sparse.operands import (
     Operands,
+    float_zeros,
     floats,
     varying_like,
     with_floats,
 )
 from transformer_jax.attention.sparse.parts import Part, partition
 
-# Scores that are computed at once, if there are so many: what fits in a cache.
+# Scores that a step computes, 2 MiB of float32: what fits in a cache.
 BUDGET = 1 << 19
-# Query tiles that a step looks at, at most: its program names each.
+# Query tiles that a step looks at, at most: its program is unrolled over them.
 AT_ONCE = 8
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Return output `[B, T, N, V]` and log-sum-exp `[B, T, N]`, in 32 or 64 bits."""
+    """Return output `[B, T, N, V]` and log-sum-exp `[B, T, N]`.
+
+    In float32 (float64 for float64). Forward, every look at some key tiles gives
+    sum_j exp(s_j - m) v_j / l and lse = m + log l (Rabe and Staats 2021,
+    https://arxiv.org/abs/2112.05682), which are merged; backward
+
+        p = exp(s - lse);  ds = p (dp - D);  D = dout . out - dlse
+
+    (Dao et al. 2022, section 3.1, https://arxiv.org/abs/2205.14135).
+    """
     return _forward(plan, operands)[0]
 
 
@@ -44,28 +54,27 @@ def _forward(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple
     if walks:
         result = functools.reduce(merge, (walk.forward(query) for walk in walks))
     else:
-        result = _nothing((*query.shape[:3], value.shape[-1]), _wide(query))
+        result = _nothing((*query.shape[:3], value.shape[-1]), wide_dtype(query))
     return result, (operands, *result)
 
 
 def _backward(plan: Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
     operands, output, residual = saved
-    query, value, wide = operands.query, operands.value, _wide(operands.query)
+    query, value = operands.query, operands.value
     alive = residual != -jnp.inf
-    up = masks.or_zero(alive[..., None], cotangents[0])
-    mean = (up * output).sum(-1) - masks.or_zero(alive, cotangents[1])
-    rows = (
+    output_grad = masks.or_zero(alive[..., None], cotangents[0])
+    delta = (output_grad * output).sum(-1) - masks.or_zero(alive, cotangents[1])
+    queries = (
         masks.or_zero(alive[..., None], query),
-        up.astype(value.dtype),
-        mean,
+        output_grad.astype(value.dtype),
+        delta,
         masks.or_zero(alive, residual),
     )
     wanted = (query, operands.key, value, operands.scale)
-    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), wanted)
-    sums = (*sums, [jnp.zeros_like(x) for x in floats(operands.bias, operands.bias)])
-    sums = varying_like(sums, query)
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(query)), wanted)
+    sums = varying_like((*sums, float_zeros(operands.bias)), query)
     for part in parts_of(plan):
-        new = _Walk(plan, part, operands).backward(rows)
+        new = _Walk(plan, part, operands).backward(queries)
         sums = jax.tree.map(jnp.add, sums, new)
     gradients = jax.tree.map(lambda x, of: x.astype(of.dtype), sums[:4], wanted)
     bias = with_floats(sums[4], operands.bias)
@@ -91,10 +100,6 @@ def _nothing(shape: tuple[int, ...], wide: Any) -> tuple[Array, Array]:
     return jnp.zeros(shape, wide), jnp.full(shape[:-1], -jnp.inf, wide)
 
 
-def _wide(x: Array) -> Any:
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-
-
 class _Walk:
     """A walk over the tiles of one part.
 
@@ -104,7 +109,7 @@ class _Walk:
     def __init__(self, plan: Plan, part: Part, operands: Operands) -> None:
         self.plan, self.part = plan, part
         _, key, value, self.scale, self.bias, self.limits, self.rng = operands
-        self.wide = _wide(key)
+        self.wide = wide_dtype(key)
         self.at_once, self.width = self._step_sizes()
         self.access = Access(part, self.at_once, self.width)
         self.key, self.value = (self._key_tiles(x) for x in (key, value))
@@ -114,7 +119,7 @@ class _Walk:
         sizes, part = self.plan.sizes, self.part
         rows, width = part.columns.shape
         tile = part.query_tiling.tile * part.key_tiling.tile
-        # Never as many scores as there are edges, nor as many keys as there are.
+        # At most half of all edges, and no more gathered keys than there are.
         room = min(BUDGET // sizes.batch, sizes.query_length * sizes.key_length // 2)
         tiles = max(1, room // (sizes.heads * tile))
         keys = sizes.key_length // (width * part.key_tiling.tile)
@@ -133,6 +138,7 @@ class _Walk:
         def step(carry: None, xs: tuple) -> tuple[None, tuple]:
             rows, columns, query = xs
             if columns.shape[1] == self.width:
+                # One look: nothing to merge.
                 return carry, self._mean(rows, columns, query)
             nothing = _nothing((*query.shape[:-1], self.value.shape[-1]), self.wide)
             nothing = varying_like(nothing, query)
@@ -159,12 +165,11 @@ class _Walk:
         residual = jnp.where(total == 0, -jnp.inf, top[..., 0] + jnp.log(safe))
         return output / safe[..., None], residual
 
-    def backward(self, rows: tuple[Array, ...]) -> tuple:
+    def backward(self, queries: tuple[Array, ...]) -> tuple:
         """Gradients of query, key, value, scale and the bias's floating leaves.
 
-        `rows` holds of every query what its whole row needs: the query, the output's
-        cotangent, the mean of the weights' cotangents less the log-sum-exp's, and the
-        log-sum-exp.
+        `queries` holds what a whole row needs: the query, the output's cotangent, D and
+        the log-sum-exp.
         """
 
         def look(carry: tuple, xs: tuple) -> tuple[tuple, None]:
@@ -173,20 +178,20 @@ class _Walk:
             return (*sums, query_sum + new), None
 
         def step(sums: tuple, xs: tuple) -> tuple[tuple, Array]:
-            numbers, columns, *rows = xs
-            new = jnp.zeros(rows[0].shape, self.wide)
-            carry = (*sums, varying_like(new, rows[0]))
-            carry, _ = self._over_columns(look, carry, numbers, columns, *rows)
+            rows, columns, *queries = xs
+            new = jnp.zeros(queries[0].shape, self.wide)
+            carry = (*sums, varying_like(new, queries[0]))
+            carry, _ = self._over_columns(look, carry, rows, columns, *queries)
             return carry[:-1], carry[-1]
 
         sums = (
             jnp.zeros(self.key.shape, self.wide),
             jnp.zeros(self.value.shape, self.wide),
             None if self.scale is None else jnp.zeros((), self.wide),
-            [jnp.zeros_like(x) for x in floats(self.bias, self.bias)],
+            float_zeros(self.bias),
         )
         sums = varying_like(sums, self.key)
-        xs = tuple(map(self._query_tiles, rows))
+        xs = tuple(map(self._query_tiles, queries))
         sums, query_sum = self._over_rows(step, sums, xs)
         key_sum, value_sum, scale_sum, bias_sum = sums
         return (
@@ -203,8 +208,8 @@ class _Walk:
         rows: Array,
         columns: Array,
         query: Array,
-        up: Array,
-        mean: Array,
+        output_grad: Array,
+        delta: Array,
         residual: Array,
     ) -> tuple:
         """`sums` with what these tiles add, and what they add to the queries'."""
@@ -221,20 +226,22 @@ class _Walk:
         keys, values = (
             edges.live(self.access.read(x, columns)) for x in (self.key, self.value)
         )
-        change = product("bqh,bsh->bqs", up, values)
-        change = weights * (edges.dropped(change) - mean[..., None])
+        change = product("bqh,bsh->bqs", output_grad, values)
+        change = weights * (edges.dropped(change) - delta[..., None])
         if pullback:
             new = floats(pullback(change)[0], self.bias)
             bias_sum = jax.tree.map(jnp.add, bias_sum, new)
         elif bias_sum:
             bias_sum = [edges.give(x, change.astype(x.dtype)) for x in bias_sum]
         if self.scale is not None:
-            # Of edges that are none the change is 0, and keys and queries are too.
-            scale_sum += self.plan.scale * (change * products).sum()
+            # Forbidden edges add 0 * 0: what nothing reads, even NaN, is zero here.
+            scale_sum += (change * products).sum()
         change = self._scaled(change).astype(query.dtype)
         return (
             self.access.add(key_sum, columns, product("bqs,bqh->bsh", change, query)),
-            self.access.add(value_sum, columns, product("bqs,bqh->bsh", kept, up)),
+            self.access.add(
+                value_sum, columns, product("bqs,bqh->bsh", kept, output_grad)
+            ),
             scale_sum,
             bias_sum,
             product("bqs,bsh->bqh", change, keys),
@@ -244,8 +251,8 @@ class _Walk:
         return Edges(self.plan, self.part, self.limits, self.rng, rows, columns)
 
     def _scaled(self, x: Array) -> Array:
-        x = x * jnp.asarray(self.plan.scale, self.wide)
-        return x if self.scale is None else x * self.scale.astype(self.wide)
+        scale = self.plan.scale if self.scale is None else self.scale
+        return x * jnp.asarray(scale, self.wide)
 
     def _products(self, edges: Edges, columns: Array, query: Array) -> Array:
         keys = edges.live(self.access.read(self.key, columns))
