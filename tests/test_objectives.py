@@ -149,6 +149,7 @@ def test_settings_offer_what_the_tables_hold():
             r"encoder_attention: .*column 1.*local",
         ),
         ("cross_attention", "per_head((full(),))", "one of 1 heads, but there are 4"),
+        ("encoder_attention", "full();" * 9 + "full()", "10 patterns, but .*layers is"),
         ("encoder_attention", "full(); ~full()", "'~full()' leaves place 0 nothing"),
         ("decoder_attention", "~local(0)", "leaves place 0 nothing to attend"),
         ("decoder_attention", "local(-1)", "left must be at least 0, not -1"),

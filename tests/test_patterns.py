@@ -217,10 +217,11 @@ def test_a_drawing_has_a_line_a_query():
         ("local(2) | window(3)", "column 12, at 'window(3)'", "global_tokens"),
         ("local()", "column 1", "left"),
         ("causal() & local(2, dilation=0)", "column 12", "dilation must be at least 1"),
-        ("local(2.5)", "column 7, at '2.5)'", "this is no pattern"),
-        ("causal() and local(2)", "column 1", "joined by & | ~"),
+        ("local(2.5)", "column 7, at '2.5)'", "an argument is an integer, not 2.5"),
+        ("causal() and local(2)", "column 1", "by &, | and ~, not by and, or, not"),
+        ("not causal()", "column 1", "by &, | and ~, not by and, or, not"),
         ("causal", "column 1", "this is no pattern"),
-        ("", "column 1, at its end", "legal names"),
+        ("", "column 1, at its end", "a pattern is missing; full()"),
         ("__import__('os')", "column 1", "legal names"),
         ("per_head((local(1), per_head((full(),))))", "column 1", "within per_head"),
         ("local(1, 2, 3, 4)", "column 1", "local"),
@@ -266,3 +267,9 @@ def test_what_is_plainly_causal_reaches_nothing_ahead(pattern, expected):
     assert pattern.is_causal == expected
     if expected:
         assert not np.triu(pattern.dense(9, 9), 1).any()
+
+
+def test_a_pattern_has_no_truth():
+    """Or `local(3) and causal()` would be causal() without a word."""
+    with pytest.raises(TypeError, match=r"join patterns by &, \| and ~"):
+        _ = local(3) and causal()

@@ -153,7 +153,8 @@ def read_patterns(config: ModelConfig, field: str) -> tuple[Pattern, ...]:
     """Return the patterns that a field of the configuration describes, in turn.
 
     Raises:
-        ConfigError: it does not parse, or is one of more or fewer heads than there are.
+        ConfigError: it does not parse, is one of more or fewer heads than there are, or
+            there are more than layers.
     """
     try:
         patterns = parse_layers(getattr(config, field))
@@ -162,6 +163,13 @@ def read_patterns(config: ModelConfig, field: str) -> tuple[Pattern, ...]:
             check_kv_heads(pattern, config.kv_heads or config.heads)
     except ValueError as error:
         raise ConfigError(f"model.{field}: {error}") from None
+    tower = "encoder" if field == "encoder_attention" else "decoder"
+    layers = getattr(config, f"{tower}_layers")
+    if len(patterns) > layers:
+        raise ConfigError(
+            f"model.{field} has {len(patterns)} patterns, but model.{tower}_layers is "
+            f"{layers}: leave some out"
+        )
     return patterns
 
 

@@ -39,7 +39,7 @@ class Settings:
     lengths: tuple[int, ...] = setting((4096, 16384), "Positions, T = S.")
     batch: int = setting(1, "Rows, B.")
     heads: int = setting(8, "Query heads, N.")
-    kv_heads: int = setting(8, "Key/value heads, K.")
+    kv_heads: int = setting(0, "Key/value heads, K; 0: as many as heads.", low=0)
     width: int = setting(64, "Head width, H.")
     dtype: str = setting("float32", "Of the arrays.", choices=("float32", "bfloat16"))
     block: int = setting(0, "Positions of a tile of ours; 0 chooses.", low=0)
@@ -55,6 +55,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"--heads={self.heads} is no multiple of --kv_heads={self.kv_heads}"
@@ -145,7 +147,7 @@ def _measure(case: Case, name: str) -> Iterator[dict[str, Any]]:
             prepared.pop(system, None)
             text = str(error).strip().partition("\n")[0]
             say(f"missing: {system}: {text or type(error).__name__}")
-    jobs = {system: _job(each) for system, each in prepared.items()}
+    jobs = {system: _job(case, each) for system, each in prepared.items()}
     measured = interleaved(
         jobs, rounds=settings.rounds, seconds=settings.seconds, pause=settings.pause
     )
@@ -167,8 +169,9 @@ def _measure(case: Case, name: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _job(prepared: Prepared) -> Callable[[int], Job]:
-    return lambda number: Job(prepared.call, lambda _: 1)
+def _job(case: Case, prepared: Prepared) -> Callable[[int], Job]:
+    tokens = case.settings.batch * case.length
+    return lambda number: Job(prepared.call, lambda _: tokens)
 
 
 def _speedup(measured: dict[str, Measured], system: str) -> float | None:

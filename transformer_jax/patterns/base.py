@@ -74,6 +74,9 @@ class Pattern(abc.ABC):
     def __invert__(self) -> "Pattern":
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError("a pattern is not true or false: join patterns by &, | and ~")
+
     def dense(
         self,
         query_length: int,

@@ -23,6 +23,8 @@ def parse(text: str) -> Pattern:
         'local(2) | causal() & ~strided(4)'
     """
     text = text.strip()
+    if not text:
+        raise _complaint(text, 1, "a pattern is missing; full() allows every edge")
     try:
         tree = ast.parse(text, mode="eval")
         return _pattern(tree.body, text)
@@ -70,6 +72,9 @@ def _made(node: ast.AST, text: str) -> Pattern:
             values = [_argument(each, text) for each in positional]
             named = {each.arg: _argument(each.value, text) for each in keywords}
             return PATTERNS[name](*values, **named)
+        case ast.BoolOp() | ast.UnaryOp(ast.Not()):
+            message = "patterns are joined by &, | and ~, not by and, or, not"
+            raise _complaint(text, node.col_offset + 1, message)
     raise _complaint(text, node.col_offset + 1, "this is no pattern")
 
 
@@ -82,6 +87,9 @@ def _argument(node: ast.AST, text: str) -> Any:
             return -value
         case ast.Tuple(elements) | ast.List(elements):
             return tuple(_argument(each, text) for each in elements)
+        case ast.Constant(value):
+            message = f"an argument is an integer, not {value!r}"
+            raise _complaint(text, node.col_offset + 1, message)
     return _pattern(node, text)
 
 
