@@ -308,6 +308,9 @@ def test_attention_is_measured_beside_what_computes_the_same():
         assert row["error"] < 1e-5
         assert row["gflop"] > 0
         assert row["calls"] == TINY_ATTENTION["rounds"]
+        # A mean of rates is never below the rate at the mean time (to three digits).
+        assert row["tokens_per_second"] * row["p50_ms"] / 1e3 > 0.98 * 40
+    assert attention.Settings(heads=3).kv_heads == 3
 
 
 def test_dense_systems_that_would_not_fit_are_left_out(capsys):
