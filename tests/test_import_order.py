@@ -17,9 +17,12 @@ LEVELS = (
     ("types", "config"),
     (
         *("masks", "patterns", "positions", "attention"),
-        *("lattice", "losses", "decoding"),
+        *("lattice", "ctc", "losses", "decoding"),
     ),
-    ("layers", "stacks", "frontends", "encoder", "decoder", "models"),
+    (
+        *("layers", "stacks", "frontends", "encoder", "decoder"),
+        *("parallel_models", "models"),
+    ),
     ("corruption", "objectives"),
     (
         *("run_directory", "data", "metrics", "sharding", "optimizers"),
@@ -27,8 +30,9 @@ LEVELS = (
         "visualize",
     ),
     (
-        *("training", "saved_config", "vocabularies", "origins", "runs", "reports"),
-        *("trainer", "generation", "inference"),
+        *("training", "saved_config", "vocabularies", "splits"),
+        *("origins", "runs", "reports"),
+        *("trainer", "executables", "generation", "parallel_generation", "inference"),
         *("benchmarks", "commands", "__main__"),
     ),
 )
