@@ -1,4 +1,4 @@
-"""The contract of every decoding strategy that is a function of a step function."""
+"""The contract of every decoding strategy that writes token by token."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,8 @@ def keys_of(cache):
 
 
 def test_every_strategy_is_under_this_contract():
-    assert STRATEGIES.keys() == PIECES.keys() == SETTINGS.keys()
+    # The others are under that of `test_parallel_decoding`.
+    assert PIECES.keys() == SETTINGS.keys() < STRATEGIES.keys()
 
 
 @pytest.mark.parametrize("end_bonus", [-9.0, 0.0, 3.0, 99.0])
@@ -80,7 +81,7 @@ def test_greedy_equals_plain_loops(end_bonus, dtype):
         np.testing.assert_allclose(mine.score, wanted.score, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PIECES)
 class TestEveryStrategy:
     def test_shapes_padding_and_order(self, strategy):
         model = random_model(1)

@@ -154,16 +154,7 @@ def beam_pieces(
 
 def _check(setup: _Setup) -> None:
     search.check_max_length(setup.max_length)
-    if not search.is_integer(setup.beam_size) or setup.beam_size < 1:
-        raise ValueError(
-            f"beam_size must be an integer from 1 on, not {setup.beam_size}"
-        )
-    wanted = setup.num_return
-    if not search.is_integer(wanted) or not 1 <= wanted <= setup.beam_size:
-        raise ValueError(
-            "num_return must be an integer between 1 and beam_size "
-            f"{setup.beam_size}, not {wanted}"
-        )
+    search.check_beam(setup.beam_size, setup.num_return)
     if setup.penalty not in PENALTIES:
         raise ValueError(
             f"penalty must be one of {', '.join(PENALTIES)}, not {setup.penalty!r}"

@@ -139,3 +139,38 @@ def with_min_length(
         return logits.at[:, end_id].set(end), (inner, written + 1)
 
     return long_step, (cache, jnp.zeros(rows, jnp.int32))
+
+
+def sequence_log_probability(
+    logits: Float[Array, "M T V"],
+    tokens: Int[Array, "M U"],
+    lengths: Int[Array, " M"],
+    *,
+    end_id: int,
+) -> Float[Array, " M"]:
+    """Return log p(y), END included, of teacher-forced outputs.
+
+        log p(y) = sum_{t < |y|} log p(y_t | y_<t) + log p(END | y)
+
+    Args:
+        logits: `[M, T, V]`, row t given the tokens before t; T is U + 1.
+        tokens: `[M, U]`; what stands behind `lengths` changes nothing.
+        lengths: `[M]`, tokens before END.
+        end_id: the token that ends an output.
+
+    Raises:
+        ValueError: T is not U + 1.
+    """
+    rows, size = tokens.shape
+    if logits.shape[1] != size + 1:
+        raise ValueError(
+            f"{size} tokens and END need {size + 1} rows of logits, not "
+            f"{logits.shape[1]}"
+        )
+    places = jnp.arange(size + 1)[None]
+    written = jnp.pad(tokens, ((0, 0), (0, 1)))
+    written = jnp.where(places == lengths[:, None], end_id, written)
+    flat = written.reshape(rows * (size + 1), 1)
+    gains = log_probability(logits.reshape(flat.shape[0], logits.shape[2]), flat)
+    gains = gains.reshape(rows, size + 1)
+    return jnp.where(places <= lengths[:, None], gains, 0.0).sum(1)

@@ -88,6 +88,22 @@ def is_integer(value: Any) -> bool:
     return hasattr(value, "__index__")
 
 
+def check_count(name: str, value: int) -> None:
+    """Raise ValueError unless something is counted, and more than nothing."""
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{name} must be an integer from 1 on, not {value}")
+
+
+def check_beam(beam_size: int, num_return: int) -> None:
+    """Raise ValueError unless so many can be returned of so many."""
+    check_count("beam_size", beam_size)
+    if not is_integer(num_return) or not 1 <= num_return <= beam_size:
+        raise ValueError(
+            f"num_return must be an integer between 1 and beam_size {beam_size}, not "
+            f"{num_return}"
+        )
+
+
 def check_max_length(max_length: int) -> None:
     """Raise ValueError unless there is room for END."""
     if not is_integer(max_length) or max_length < 1:

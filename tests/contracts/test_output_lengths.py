@@ -1,0 +1,174 @@
+"""Lengths that stand for classes, the best of them, and what a canvas copies."""
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.decoding.length import (
+    best_lengths,
+    copy_places,
+    length_class,
+    lengths_of_classes,
+    soft_copy_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+CLASSES = 7
+SOURCES = jnp.array([1, 3, 11], jnp.int32)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+class TestClasses:
+    def test_a_class_stands_for_the_length_of_its_formula(self, offset):
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=offset)
+        assert lengths.dtype == jnp.int32
+        middle = [source - CLASSES // 2 if offset else 0 for source in (1, 3, 11)]
+        wanted = [[start + c for c in range(CLASSES)] for start in middle]
+        assert lengths.tolist() == wanted
+
+    def test_class_and_length_are_inverse(self, offset):
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=offset)
+        for c in range(CLASSES):
+            told = self.class_of(lengths[:, c], offset)
+            assert told == [c] * 3
+
+    def test_what_has_no_class_has_the_nearest(self, offset):
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=offset)
+        for by in (1, 2, 50):
+            assert self.class_of(lengths[:, -1] + by, offset) == [CLASSES - 1] * 3
+            assert self.class_of(lengths[:, 0] - by, offset) == [0] * 3
+
+    @staticmethod
+    def class_of(lengths, offset):
+        found = length_class(lengths, SOURCES, classes=CLASSES, offset=offset)
+        assert found.dtype == jnp.int32
+        return found.tolist()
+
+
+def loop_lengths(logits, lengths, count, shortest, longest):
+    """The best lengths of one row and their probabilities among what is legal."""
+    legal = [
+        (logit, length)
+        for logit, length in zip(logits.tolist(), lengths.tolist(), strict=True)
+        if shortest <= length <= longest and logit > -math.inf
+    ]
+    total = sum(math.exp(logit) for logit, _ in legal)
+    legal.sort(key=lambda entry: -entry[0])
+    found = [(length, logit - math.log(total)) for logit, length in legal]
+    return (found + [(0, -math.inf)] * count)[:count]
+
+
+class TestBestLengths:
+    @pytest.mark.parametrize("count", [1, 3, 9])
+    @pytest.mark.parametrize(
+        ("shortest", "longest"), [(0, 99), (2, 5), (4, 4), (0, 1), (20, 30), (5, 4)]
+    )
+    def test_they_are_those_of_a_loop(self, count, shortest, longest):
+        draw = np.random.default_rng(count)
+        logits = draw.normal(size=(3, CLASSES)).astype(np.float32) * 3
+        logits[1, [2, 4]] = -np.inf
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=True)
+        bounds = {"shortest": shortest, "longest": longest}
+        found, scores = best_lengths(jnp.asarray(logits), lengths, count, **bounds)
+        assert found.dtype == jnp.int32
+        assert scores.dtype == jnp.float32
+        for row in range(3):
+            wanted = loop_lengths(logits[row], lengths[row], count, **bounds)
+            assert found[row].tolist() == [length for length, _ in wanted]
+            ours = [score for _, score in wanted]
+            np.testing.assert_allclose(scores[row], ours, rtol=1e-5, atol=1e-6)
+            real = [length for length, score in wanted if score > -math.inf]
+            assert len({*real}) == len(real)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_a_row_that_is_not_finite_has_none(self, bad):
+        logits = np.random.default_rng(1).normal(size=(3, CLASSES)).astype(np.float32)
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=False)
+        bounds = {"shortest": 1, "longest": 5}
+        sound = best_lengths(jnp.asarray(logits), lengths, 2, **bounds)
+        # What lies outside of the bounds may be anything.
+        logits[0, [0, 6]] = bad
+        logits[1] = bad
+        found = best_lengths(jnp.asarray(logits), lengths, 2, **bounds)
+        assert found[0][1].tolist() == [0, 0]
+        assert found[1][1].tolist() == [-math.inf] * 2
+        for mine, ours in zip(found, sound, strict=True):
+            np.testing.assert_array_equal(mine[::2], ours[::2])
+
+    def test_bfloat16_is_read_in_float32(self):
+        draw = np.random.default_rng(3).normal(size=(3, CLASSES)) * 3
+        logits = jnp.asarray(draw, jnp.bfloat16)
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=True)
+        found, wanted = (
+            best_lengths(told, lengths, 3, shortest=2, longest=9)
+            for told in (logits, logits.astype(jnp.float32))
+        )
+        for mine, ours in zip(found, wanted, strict=True):
+            assert mine.dtype == ours.dtype
+            np.testing.assert_array_equal(mine, ours)
+
+    def test_none_cannot_be_asked_for(self):
+        lengths = lengths_of_classes(SOURCES, classes=CLASSES, offset=False)
+        logits = jnp.zeros(lengths.shape)
+        with pytest.raises(ValueError, match=r"^count must be an integer"):
+            best_lengths(logits, lengths, 0, shortest=0, longest=9)
+
+
+def test_places_are_copied_evenly_with_halves_to_even():
+    limit, size = 12, 15
+    pairs = [(S, T) for S in range(1, limit + 1) for T in range(limit + 1)]
+    sources, targets = (jnp.array(side, jnp.int32) for side in zip(*pairs, strict=True))
+    found = copy_places(sources, targets, size)
+    assert found.dtype == jnp.int32
+    halves = 0
+    for (S, T), mine in zip(pairs, found.tolist(), strict=True):
+        exact = [Fraction(S - 1, T - 1) * i if T > 1 else Fraction(0) for i in range(T)]
+        wanted = [round(place) for place in exact]
+        halves += sum(place.denominator == 2 for place in exact)
+        assert mine[:T] == wanted
+        assert mine[T:] == [wanted[-1] if T else 0] * (size - T)
+    assert halves > 50
+
+
+class TestSoftCopy:
+    SOURCES = jnp.array([1, 4, 7, 0], jnp.int32)
+    TARGETS = jnp.array([3, 5, 1, 2], jnp.int32)
+
+    @classmethod
+    def weights(cls, source_size=7, sharpness=5.0):
+        tau = jnp.asarray(sharpness, jnp.float32)
+        return soft_copy_weights(cls.SOURCES, cls.TARGETS, source_size, 6, tau)
+
+    @pytest.mark.parametrize("sharpness", [0.3, 5.0])
+    def test_they_are_the_softmax_of_distances(self, sharpness):
+        found = np.asarray(self.weights(sharpness=sharpness))
+        assert found.shape == (4, 6, 7)
+        for row, (S, T) in enumerate([(1, 3), (4, 5), (7, 1)]):
+            for i in range(T):
+                shares = [math.exp(-sharpness * abs(i / T - j / S)) for j in range(S)]
+                wanted = np.array(shares) / sum(shares)
+                np.testing.assert_allclose(found[row, i, :S], wanted, rtol=1e-5)
+            assert (found[row, :, S:] == 0).all()
+
+    def test_rows_sum_to_one_but_an_empty_source_gives_nothing(self):
+        found = np.asarray(self.weights())
+        np.testing.assert_allclose(found[:3].sum(-1), 1, rtol=1e-6)
+        assert (found[3] == 0).all()
+
+    def test_padding_of_the_source_changes_nothing(self):
+        short, long = self.weights(), self.weights(source_size=11)
+        np.testing.assert_allclose(long[..., :7], short, rtol=1e-6)
+        assert (np.asarray(long[..., 7:]) == 0).all()
+
+    def test_its_sharpness_has_a_finite_gradient(self):
+        def first(sharpness):
+            return self.weights(sharpness=sharpness)[..., 0].sum()
+
+        gradient = jax.jit(jax.grad(first))(jnp.float32(2))
+        assert math.isfinite(gradient)
+        assert gradient != 0
