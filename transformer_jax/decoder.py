@@ -1,4 +1,4 @@
-"""The decoder: masked self-attention, then cross-attention to the encoder's memory."""
+"""The decoder: self-attention, masked or not, then cross-attention to a memory."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,9 +13,12 @@ from transformer_jax.types import PyTree
 
 
 class DecoderBlock(Block):
-    """Masked self-attention, cross-attention, feed-forward, each with Add & Norm."""
+    """Self-attention, cross-attention, feed-forward, each with Add & Norm.
 
-    SCANNED: ClassVar[dict[str, int]] = {"__call__": 3, "project": 1, "step": 1}
+    Self-attention is masked where `causal` is set: row t reads rows up to t.
+    """
+
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 4, "project": 1, "step": 1}
 
     def setup(self) -> None:
         self.self_attention = self.make_self_attention()
@@ -30,13 +33,23 @@ class DecoderBlock(Block):
         scanned: None,
         memory: jax.Array,
         memory_lengths: jax.Array,
+        lengths: jax.Array | None,
         bias: Any,
     ) -> tuple[jax.Array, None]:
-        """Map target states `[B, T, D]` to the same; row t reads rows up to t."""
+        """Map target states `[B, T, D]` to the same.
+
+        Keys from `lengths` on, if given, are not attended.
+        """
 
         def attend_self(y: jax.Array) -> jax.Array:
             key_value = self.self_attention.project(y)
-            return self.self_attention(y, key_value, bias=bias, is_causal=True)
+            return self.self_attention(
+                y,
+                key_value,
+                bias=bias,
+                is_causal=self.causal,
+                key_value_seq_lengths=lengths,
+            )
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
         projected = self.cross_attention.project(memory)
@@ -84,16 +97,31 @@ class DecoderBlock(Block):
 
 
 class Decoder(Tower):
-    """A stack of decoder blocks."""
+    """A stack of decoder blocks, causal or bidirectional.
+
+    `block_fields["causal"]` tells which; `step` is for causal ones.
+    """
 
     BLOCK = DecoderBlock
-    BIDIRECTIONAL = False
 
     def __call__(
-        self, x: jax.Array, memory: jax.Array, memory_lengths: jax.Array
+        self,
+        x: jax.Array,
+        memory: jax.Array,
+        memory_lengths: jax.Array,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Map target features `[B, T, D]` to states `[B, T, D]`, causally."""
-        x, _ = self.stack.run("__call__", x, None, memory, memory_lengths, self.bias())
+        """Map target features `[B, T, D]` to states `[B, T, D]`.
+
+        Args:
+            x: features.
+            memory: `[B, S, D]`.
+            memory_lengths: int32 `[B]`.
+            lengths: int32 `[B]`, places of the target that are attended; None means
+                all, which a causal decoder with padding on the right can afford.
+        """
+        shared = memory, memory_lengths, lengths, self.bias()
+        x, _ = self.stack.run("__call__", x, None, *shared)
         return self.normed(x)
 
     def project(self, memory: jax.Array, memory_lengths: jax.Array) -> PyTree:

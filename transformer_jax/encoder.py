@@ -43,12 +43,10 @@ class EncoderBlock(Block):
 class Encoder(Tower):
     """A stack of encoder blocks, with learned tokens in front that all attend.
 
-    `block_fields["extra"]` tells how many of those there are; they leave with the last
-    layer.
+    `block_fields["extra"]` tells how many of those there are; no decoder sees them.
     """
 
     BLOCK = EncoderBlock
-    BIDIRECTIONAL = True
 
     def setup(self) -> None:
         super().setup()
@@ -63,10 +61,17 @@ class Encoder(Tower):
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Map features `[B, S, D]` of `lengths` `[B]` to the memory `[B, S, D]`."""
+        return self.with_extra(x, lengths)[1]
+
+    def with_extra(
+        self, x: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what becomes of the extra tokens, `[B, E, D]`, and the memory."""
         extra = self.block_fields["extra"]
         if extra:
             tokens = self.extra_tokens.astype(x.dtype)
             tokens = jnp.broadcast_to(tokens, (len(x), *tokens.shape))
             x = jnp.concatenate([tokens, x], 1)
         x, _ = self.stack.run("__call__", x, None, lengths, self.bias())
-        return self.normed(x[:, extra:])
+        x = self.normed(x)
+        return x[:, :extra], x[:, extra:]

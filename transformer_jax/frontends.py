@@ -59,22 +59,37 @@ class TokenFrontend(nn.Module):
         Raises:
             ValueError: T is beyond the table of positions.
         """
-        length = tokens.shape[1]
+        return self.at(tokens, self.places(tokens.shape[1]))
+
+    def places(self, length: int) -> jax.Array:
+        """Return the positions of a whole sequence, from 0 on.
+
+        Raises:
+            ValueError: the length is beyond the table of positions.
+        """
         if self.positions in ("learned", "one_hot") and length > self.max_positions:
             raise ValueError(
                 f"a length of {length} is beyond the {self.max_positions} "
                 f"{self.positions} positions: raise max_positions"
             )
-        return self.at(tokens, jnp.arange(length))
+        return jnp.arange(length)
 
     def at(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Map ids `[B, T]` at positions `[T]` or `[B, T]` to `[B, T, D]`.
 
         A position beyond a table of positions has no vector: it gives NaN.
         """
+        return self.placed(self.embed(tokens), positions)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Map ids `[B, T]` to their scaled embeddings `[B, T, D]`."""
         x = self.embedding(tokens)
         if self.scale:
             x *= jnp.asarray(self.width**0.5, x.dtype)
+        return x
+
+    def placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Add the vectors of positions, and dropout, to embeddings `[B, T, D]`."""
         if self.positions == "sinusoidal":
             x += sinusoidal(positions, self.width).astype(x.dtype)
         elif self.positions == "learned":

@@ -14,6 +14,7 @@ from transformer_jax.decoder import Decoder
 from transformer_jax.encoder import Encoder
 from transformer_jax.frontends import TokenFrontend
 from transformer_jax.layers import make_projection
+from transformer_jax.parallel_models import ParallelSeq2Seq
 from transformer_jax.patterns import Pattern, full, parse_layers
 from transformer_jax.patterns.base import check_head_count
 from transformer_jax.types import EMBED, VOCAB, PyTree
@@ -102,12 +103,75 @@ class Seq2Seq(nn.Module):
         return self.output(x)
 
 
-def build_model(config: ModelConfig) -> Seq2Seq:
+class Canvas(NamedTuple):
+    """What a model that writes all places at once has.
+
+    Attributes:
+        length: it predicts the output's length; else its canvas follows the source's.
+        blank: the blank of CTC is an output.
+    """
+
+    length: bool
+    blank: bool
+
+
+# The objectives whose models write all places at once.
+CANVASES = {
+    "parallel": Canvas(length=True, blank=False),
+    "overgenerate": Canvas(length=False, blank=False),
+    "mask_predict": Canvas(length=True, blank=False),
+    "ctc": Canvas(length=False, blank=True),
+}
+
+
+def build_model(
+    config: ModelConfig, objective: str = "autoregressive"
+) -> Seq2Seq | ParallelSeq2Seq:
     """Return the model that a configuration with known vocabulary sizes describes.
+
+    Args:
+        config: its settings.
+        objective: what it is trained for: "autoregressive", or a key of `CANVASES`.
 
     Raises:
         ConfigError: a vocabulary size is unknown, or two sizes differ that must not.
     """
+    _check_vocabularies(config)
+    canvas = CANVASES.get(objective)
+    dtype = jnp.dtype(config.dtype)
+    outputs = config.target_vocab + (canvas is not None and canvas.blank)
+    # The symbol of an empty place comes last.
+    symbols = outputs + (canvas is not None)
+    target = _token_frontend(config, symbols, dtype)
+    source = target
+    if config.tied_embeddings != "all":
+        source = _token_frontend(config, config.source_vocab, dtype)
+    output = None
+    if config.tied_embeddings == "none":
+        output = make_projection(outputs, (EMBED, VOCAB), dtype=dtype)
+    parts = {
+        "source_frontend": source,
+        "target_frontend": target,
+        "encoder": _encoder(config, canvas, dtype),
+        "decoder": _decoder(config, canvas, dtype),
+        "output": output,
+    }
+    if canvas is None:
+        return Seq2Seq(**parts)
+    return ParallelSeq2Seq(
+        **parts,
+        inputs=config.decoder_inputs,
+        length_from=config.length_from if canvas.length else "",
+        length_classes=config.length_classes,
+        length_offset=config.length_target == "offset",
+        upsample=config.upsample,
+        extra_slots=config.extra_slots,
+        blank=canvas.blank,
+    )
+
+
+def _check_vocabularies(config: ModelConfig) -> None:
+    """Refuse sizes that are unknown, or differ where one table serves both sides."""
     if not config.source_vocab or not config.target_vocab:
         raise ConfigError(
             "model.source_vocab and model.target_vocab are unknown: set them, or let "
@@ -120,32 +184,32 @@ def build_model(config: ModelConfig) -> Seq2Seq:
             f"{config.source_vocab} symbols and the target {config.target_vocab}: use "
             "model.tied_embeddings=target"
         )
-    dtype = jnp.dtype(config.dtype)
-    fields = _block_fields(config, dtype)
-    target = _token_frontend(config, config.target_vocab, dtype)
-    source = target if shared else _token_frontend(config, config.source_vocab, dtype)
-    output = None
-    if config.tied_embeddings == "none":
-        output = make_projection(config.target_vocab, (EMBED, VOCAB), dtype=dtype)
-    stack = {"scan": config.scan_layers, "remat": config.remat}
-    return Seq2Seq(
-        source_frontend=source,
-        target_frontend=target,
-        encoder=Encoder(
-            fields | {"extra": config.extra_global_tokens},
-            config.encoder_layers,
-            variants=_variants(config, pattern="encoder_attention"),
-            **stack,
+
+
+def _encoder(config: ModelConfig, canvas: Canvas | None, dtype: Any) -> Encoder:
+    """The encoder; the token that tells the length is its first extra one."""
+    extra = config.extra_global_tokens
+    if canvas is not None and canvas.length and config.length_from == "token":
+        extra += 1
+    return Encoder(
+        _block_fields(config, dtype) | {"extra": extra},
+        config.encoder_layers,
+        variants=_variants(config, pattern="encoder_attention"),
+        scan=config.scan_layers,
+        remat=config.remat,
+    )
+
+
+def _decoder(config: ModelConfig, canvas: Canvas | None, dtype: Any) -> Decoder:
+    """The decoder, causal unless it has a canvas."""
+    return Decoder(
+        _block_fields(config, dtype) | {"causal": canvas is None},
+        config.decoder_layers,
+        variants=_variants(
+            config, pattern="decoder_attention", cross_pattern="cross_attention"
         ),
-        decoder=Decoder(
-            fields,
-            config.decoder_layers,
-            variants=_variants(
-                config, pattern="decoder_attention", cross_pattern="cross_attention"
-            ),
-            **stack,
-        ),
-        output=output,
+        scan=config.scan_layers,
+        remat=config.remat,
     )
 
 

@@ -45,6 +45,8 @@ class Block(nn.Module):
     cross_pattern: Pattern | None = None
     # Places before the sequence that hold extra tokens.
     extra: int = 0
+    # Whether a place attends to those before it and to itself alone.
+    causal: bool = False
 
     def make_self_attention(self) -> MultiHeadAttention:
         """Return an attention sublayer for one sequence, which knows positions."""
@@ -198,7 +200,6 @@ class Tower(nn.Module):
     """
 
     BLOCK: ClassVar[type[Block]]
-    BIDIRECTIONAL: ClassVar[bool]
 
     block_fields: Mapping[str, Any]
     layers: int
@@ -225,13 +226,14 @@ class Tower(nn.Module):
     def bias(self) -> Alibi | T5Bias | None:
         """Return what self-attention adds to its scores."""
         fields = self.block_fields
+        causal = fields.get("causal", False)
         if fields["positions"] == "alibi":
             heads = fields["heads"]
             # Not the slopes behind: the two directions could not be told apart.
-            ahead = alibi_slopes(2 * heads)[::2] if self.BIDIRECTIONAL else None
+            ahead = None if causal else alibi_slopes(2 * heads)[::2]
             return Alibi(alibi_slopes(heads), ahead)
         if fields["positions"] == "t5":
-            return T5Bias(self.position_table, bidirectional=self.BIDIRECTIONAL)
+            return T5Bias(self.position_table, bidirectional=not causal)
         return None
 
     def normed(self, x: jax.Array) -> jax.Array:
