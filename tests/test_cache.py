@@ -105,6 +105,48 @@ def test_padded_rows_equal_single_ones(tmp_path):
         cache.padded_targets(np.array([0, 4]), 3, 0)
 
 
+def test_references_of_an_example_come_together(tmp_path):
+    cache = opened(tmp_path)
+    examples = np.array([1, -1, 2, 0, 3])
+    padded, lengths = cache.padded_references(examples, 3, 5, 99)
+    assert padded.shape == (5, 3, 5)
+    assert padded.dtype == lengths.dtype == np.int32
+    # -1 where there is no such reference, or no example.
+    assert lengths.tolist() == [
+        *([3, 3, 1], [-1, -1, -1], [-1, -1, -1]),
+        *([2, -1, -1], [4, 2, -1]),
+    ]
+    for row, example in enumerate(examples):
+        wanted = EXAMPLES[example].references if example >= 0 else ()
+        for place in range(3):
+            symbols = TARGET.encode(wanted[place]) if place < len(wanted) else []
+            padding = [99] * (5 - len(symbols))
+            assert padded[row, place].tolist() == [*symbols, *padding]
+    assert cache.most_references == 3
+    wider, more = cache.padded_references(examples, 4, 5, 99)
+    np.testing.assert_array_equal(wider[:, :3], padded)
+    np.testing.assert_array_equal(more[:, 3], -1)
+    with pytest.raises(ValueError, match="an example has 3 references, not 2"):
+        cache.padded_references(np.array([0, 1]), 2, 5, 99)
+    with pytest.raises(ValueError, match="has 4 symbols, more than the 3"):
+        cache.padded_references(np.array([3]), 3, 3, 99)
+
+
+def test_the_longest_reference_of_each_example(tmp_path):
+    examples = [*EXAMPLES, Example("a", ())]
+    found = opened(tmp_path, examples).longest_references()
+    assert found.tolist() == [2, 3, 0, 4, 0]
+
+
+def test_equal_neighbours_are_counted_within_references(tmp_path):
+    """Not across: one reference ends as the next one begins."""
+    references = [("T T T", "T"), ("T IY IY", "IY T IY"), ("T T B B",)]
+    examples = [Example("tea", each) for each in references]
+    found = opened(tmp_path, examples).target_repeats
+    assert found.tolist() == [2, 0, 1, 0, 2]
+    assert found.dtype == np.int32
+
+
 def test_sources_alone_need_no_reference(tmp_path):
     cache = opened(tmp_path, [Example("tea", ()), Example("a", ())])
     assert (cache.num_examples, cache.num_pairs) == (2, 0)

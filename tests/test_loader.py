@@ -94,6 +94,34 @@ def test_rows_equal_those_made_by_hand(cache):
         np.testing.assert_array_equal(found, whole[2:5])
 
 
+def test_a_row_may_be_an_example_with_all_its_references(cache):
+    items = np.array([5, -1, 1, 27, 13], np.int32)
+    step = Step(Bucket(9, 8, 5, references=3), items)
+    batch = make_rows(cache, step, **PADS)
+    assert batch.target.shape == (5, 3, 8)
+    # The place of END, in every reference.
+    assert (batch.target[..., -1] == PADS["pad_target"]).all()
+    pairs = np.arange(cache.num_pairs)
+    for row, example in enumerate(items):
+        mine = pairs[cache.example_of(pairs) == example]
+        wanted = [cache.target(pair).tolist() for pair in mine]
+        lengths = [*map(len, wanted), *[-1] * (3 - len(wanted))]
+        assert batch.target_lengths[row].tolist() == lengths
+        for place, symbols in enumerate(wanted):
+            assert batch.target[row, place, : len(symbols)].tolist() == symbols
+        if example >= 0:
+            length = batch.source_lengths[row]
+            source = cache.source(example)
+            np.testing.assert_array_equal(batch.source[row, :length], source)
+    assert batch.weight.tolist() == [1, 0, 1, 1, 1]
+    assert batch.index.tolist() == items.tolist()
+    for devices, rows in ((1, 5), (5, 1)):
+        there = device_batch(cache, step, sharding(devices), **PADS)
+        for found, whole in zip(there, batch, strict=True):
+            assert found.addressable_shards[0].data.shape[0] == rows
+            np.testing.assert_array_equal(np.asarray(found), whole)
+
+
 def test_a_longer_item_than_its_bucket_is_refused(cache):
     longest = int(cache.target_lengths.argmax())
     fits = int(cache.target_lengths.max()) + 1

@@ -1,5 +1,6 @@
 """The batch plan: every item once an epoch, the same on any number of devices."""
 
+import dataclasses
 import threading
 
 import hypothesis
@@ -168,6 +169,14 @@ def test_the_padding_share_counts_places_without_a_symbol():
             used += source[item] + target[item] + 1
     assert plan.padding_share == pytest.approx(1 - used / places)
     assert BatchPlan([3] * 8, [2] * 8, **SETTINGS).padding_share == 0
+
+
+def test_references_are_told_to_every_bucket_and_change_nothing_else():
+    one, several = planned(), planned(references=3)
+    assert {bucket.references for bucket in several.buckets} == {3}
+    for mine, ours in zip(epoch_of(several), epoch_of(one), strict=True):
+        assert mine.bucket == dataclasses.replace(ours.bucket, references=3)
+        np.testing.assert_array_equal(mine.items, ours.items)
 
 
 def test_items_that_fit_no_bucket_are_refused():

@@ -89,7 +89,7 @@ def test_unwritable_directory_is_one_clear_line(tmp_path, place):
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path):
     with (
         exclusive(tmp_path),
-        pytest.raises(ConfigError, match="another process trains in"),
+        pytest.raises(ConfigError, match="another process writes in"),
         exclusive(tmp_path),
     ):
         pass

@@ -144,10 +144,11 @@ class Reports:
 
     def _diagnosis(self, number: int, planned: Step, values: Sequence[float]) -> str:
         cache = self._cache
-        pairs = planned.items[planned.items >= 0][:3]
+        items = planned.items[planned.items >= 0][:3]
+        examples = items if planned.bucket.references else cache.example_of(items)
         sources = [
-            self._run.source_tokenizer.decode(cache.source(cache.example_of(pair)))
-            for pair in pairs
+            self._run.source_tokenizer.decode(cache.source(example))
+            for example in examples
         ]
         return (
             f"at step {number + 1} the loss is {values[0]:g} and the gradient's norm "

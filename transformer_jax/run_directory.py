@@ -73,11 +73,15 @@ def require_writable(workdir: Any, *, flag: str = "--workdir") -> None:
 
 
 @contextlib.contextmanager
-def exclusive(workdir: Any) -> Iterator[None]:
-    """Keep other trainings out of a local working directory; the lock dies with us.
+def exclusive(workdir: Any, *, flag: str = "--workdir") -> Iterator[None]:
+    """Keep other writers out of a local directory; the lock dies with us.
+
+    Args:
+        workdir: folder or `gs://` path.
+        flag: what named it, for the message.
 
     Raises:
-        ConfigError: another process trains there.
+        ConfigError: another process writes there.
     """
     path = epath.Path(workdir)
     if not is_local(path):
@@ -85,18 +89,18 @@ def exclusive(workdir: Any) -> Iterator[None]:
         return
     folder = os.open(path, os.O_RDONLY)
     try:
-        _lock(folder, path)
+        _lock(folder, path, flag)
         yield
     finally:
         os.close(folder)
 
 
-def _lock(folder: int, path: epath.Path) -> None:
+def _lock(folder: int, path: epath.Path, flag: str) -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"another process trains in --workdir {path}: wait for its end, or "
+            f"another process writes in {flag} {path}: wait for its end, or "
             "choose another one"
         ) from None
 

@@ -1,9 +1,8 @@
 """A run: a working directory with its configuration, vocabularies and model."""
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from etils import epath
@@ -17,15 +16,8 @@ from transformer_jax.config import (
     ParallelConfig,
     to_dict,
 )
-from transformer_jax.data import (
-    SOURCES,
-    InvalidText,
-    Source,
-    TokenCache,
-    Tokenizer,
-    data_directory,
-    open_cache,
-)
+from transformer_jax.data import InvalidText, TokenCache, Tokenizer
+from transformer_jax.data.distilled import Distillation
 from transformer_jax.models import Seq2Seq, build_model
 from transformer_jax.origins import Origin, find_origin
 from transformer_jax.run_directory import (
@@ -36,11 +28,11 @@ from transformer_jax.run_directory import (
 )
 from transformer_jax.saved_config import read_config, read_record, write_config
 from transformer_jax.sharding import make_mesh
+from transformer_jax.splits import find_source, new_tokenizers, open_split
 from transformer_jax.tensorboard import require_tensorboard
 from transformer_jax.training import abstract_params
 from transformer_jax.vocabularies import (
     SIDES,
-    build_tokenizers,
     load_tokenizers,
     save_tokenizers,
     vocabulary_hash,
@@ -66,22 +58,13 @@ class Run:
     origin: Origin | None = None
 
     @property
-    def source(self) -> Source:
-        """The row of SOURCES that the run is trained on.
-
-        Raises:
-            ConfigError: there is no such row.
-        """
-        return find_source(self.config)
-
-    @property
     def vocabulary_hash(self) -> str:
         """Both vocabularies' hashes."""
         return vocabulary_hash((self.source_tokenizer, self.target_tokenizer))
 
     def model(self) -> Seq2Seq:
         """Return the model, without parameters."""
-        return build_model(self.config.model)
+        return build_model(self.config.model, self.config.train.objective)
 
     def cache(self, split: str) -> TokenCache:
         """Return the token ids of a split, prepared when they are missing.
@@ -89,21 +72,9 @@ class Run:
         Raises:
             ConfigError: the data cannot be read, or not with the run's vocabulary.
         """
-        directory = data_directory(self.config.data.directory)
-
-        def examples() -> Any:
-            return self.source.examples(str(directory), split)
-
+        tokenizers = self.source_tokenizer, self.target_tokenizer
         try:
-            with _usable(directory):
-                return open_cache(
-                    directory / "tokens",
-                    name=self.config.data.source,
-                    split=split,
-                    examples=examples,
-                    source_tokenizer=self.source_tokenizer,
-                    target_tokenizer=self.target_tokenizer,
-                )
+            return open_split(self.config, split, tokenizers)
         except InvalidText as error:
             if self.origin:
                 raise ConfigError(
@@ -150,20 +121,6 @@ class Run:
             )
 
 
-def find_source(config: Config) -> Source:
-    """Return the row of SOURCES that a configuration names.
-
-    Raises:
-        ConfigError: there is no such row.
-    """
-    name = config.data.source
-    if name not in SOURCES:
-        raise ConfigError(
-            f"data.source must be one of {', '.join(SOURCES)}, not {name!r}"
-        )
-    return SOURCES[name]
-
-
 def create_run(
     config: Config,
     workdir: str,
@@ -187,7 +144,10 @@ def create_run(
             directory, or the directory cannot be written.
     """
     objectives.validate(config)
+    config = objectives.resolved(config)
     find_source(config)
+    if config.data.distilled:
+        Distillation(config.data.distilled)
     require_ema(config, config)
     path = epath.Path(workdir).expanduser()
     if config.train.tensorboard:
@@ -204,13 +164,13 @@ def create_run(
         origin = find_origin(init_from)
         tokenizers = load_tokenizers(epath.Path(origin.workdir))
     else:
-        tokenizers = _new_tokenizers(config)
+        tokenizers = new_tokenizers(config)
     sizes = {
         f"{side}_vocab": tokenizer.vocabulary.size
         for side, tokenizer in zip(SIDES, tokenizers, strict=True)
     }
     config = dataclasses.replace(config, model=_fitted(config.model, sizes))
-    model = build_model(config.model)
+    model = build_model(config.model, config.train.objective)
     if origin and not begun:
         mesh = make_mesh(ParallelConfig(data=1))
         origin.require_shapes_of(abstract_params(model, mesh))
@@ -289,6 +249,7 @@ def open_run(workdir: str, config: Config | None = None) -> Run:
     saved = read_config(path)
     config = config or saved
     objectives.validate(config)
+    config = objectives.resolved(config)
     find_source(config)
     _require_same_model(saved, config)
     require_ema(config, saved)
@@ -309,7 +270,8 @@ def _require_same_model(saved: Config, now: Config) -> None:
     changes = [
         line
         for line in config_changes(to_dict(saved), to_dict(now))
-        if line.startswith(("model.", "data.source:")) and "model.dtype:" not in line
+        if line.startswith(("model.", "data.source:", "train.objective:"))
+        and "model.dtype:" not in line
     ]
     if changes:
         raise ConfigError(
@@ -338,25 +300,3 @@ def _fitted(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
                 f"{size} symbols: set it to 0 to take the vocabulary's size"
             )
     return dataclasses.replace(model, **sizes)
-
-
-@contextlib.contextmanager
-def _usable(directory: Any) -> Iterator[None]:
-    """Name the data directory in what goes wrong with it."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.directory {directory} cannot be used ({error}): choose another "
-            "one, or mend its permissions or its disk"
-        ) from error
-
-
-def _new_tokenizers(config: Config) -> list[Tokenizer]:
-    """Build the vocabularies from the training split."""
-    source = find_source(config)
-    directory = data_directory(config.data.directory)
-    print(f"reading {config.data.source} in {directory}", file=sys.stderr, flush=True)
-    with _usable(directory):
-        examples = source.examples(str(directory), "train")
-    return build_tokenizers(source, examples)

@@ -38,8 +38,10 @@ class Batch(NamedTuple):
         source: int32 `[B, S]`, source ids, PAD from `source_lengths` on.
         source_lengths: int32 `[B]`, at least 1 in rows of weight 1, else 0.
         target: int32 `[B, T]`, target ids without BOS and END, PAD from
-            `target_lengths` on. T counts the place of END: `target_lengths` < T.
-        target_lengths: int32 `[B]`, symbols of the target without END.
+            `target_lengths` on. T counts the place of END: `target_lengths` < T. Or
+            `[B, R, T]`, up to R references of which any is right.
+        target_lengths: int32 `[B]` or `[B, R]`, symbols of the target without END; -1
+            where there is no such reference.
         weight: float32 `[B]`, 1 for an example, 0 for a filler row.
         index: int32 `[B]`, number of the example in its split, -1 in a filler row.
     """

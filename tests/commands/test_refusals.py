@@ -258,4 +258,4 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, monkeypatch):
 
 def test_directory_in_which_another_process_trains_is_refused(data, copied):
     with exclusive(copied):
-        assert_refused(train(data, copied, **TRAINED), "another process trains", copied)
+        assert_refused(train(data, copied, **TRAINED), "another process writes", copied)

@@ -6,4 +6,13 @@ printed as one JSON line; `"ok": False` in it makes the exit code 1. A `run` tha
 """
 
 # Command -> its module in this folder, imported when it is called.
-COMMANDS = ("train", "evaluate", "decode", "average", "check", "draw", "bench")
+COMMANDS = (
+    "train",
+    "evaluate",
+    "decode",
+    "average",
+    "distill",
+    "check",
+    "draw",
+    "bench",
+)

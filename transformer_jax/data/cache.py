@@ -87,6 +87,22 @@ class TokenCache:
         """int32 `[pairs]`, symbols of each pair's reference, END not counted."""
         return np.diff(self._target_offsets).astype(np.int32)
 
+    @functools.cached_property
+    def pair_source_lengths(self) -> np.ndarray:
+        """int32 `[pairs]`, symbols of each pair's source."""
+        return self.source_lengths[self._pair_example]
+
+    @functools.cached_property
+    def target_repeats(self) -> np.ndarray:
+        """int32 `[pairs]`, symbols of each reference that equal the one before."""
+        tokens, offsets = self._target_tokens, self._target_offsets
+        same = np.zeros(len(tokens) + 1, np.int32)
+        same[1:-1] = tokens[1:] == tokens[:-1]
+        # Not the first symbol of a reference.
+        same[offsets[:-1]] = 0
+        before = np.concatenate([[0], np.cumsum(same)])
+        return (before[offsets[1:]] - before[offsets[:-1]]).astype(np.int32)
+
     def source(self, example: int) -> np.ndarray:
         """Return the int32 ids of an example's source."""
         start, stop = self._source_offsets[example : example + 2]
@@ -116,6 +132,46 @@ class TokenCache:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 `[B, length]` references and `[B]` lengths, likewise."""
         return _padded(self._target_tokens, self._target_offsets, pairs, length, pad)
+
+    def padded_references(
+        self, examples: np.ndarray, count: int, length: int, pad: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return up to `count` references of each example, and their lengths.
+
+        Returns:
+            int32 `[B, count, length]` and `[B, count]`; -1 is the length of one that
+            does not exist.
+
+        Raises:
+            ValueError: an example has more references, or one is longer than `length`.
+        """
+        chosen = np.maximum(examples, 0)
+        first = self._first_pair[chosen]
+        sizes = np.where(examples < 0, 0, self._first_pair[chosen + 1] - first)
+        if sizes.size and sizes.max() > count:
+            raise ValueError(f"an example has {sizes.max()} references, not {count}")
+        places = np.arange(count)
+        pairs = np.where(places < sizes[:, None], first[:, None] + places, -1)
+        padded, lengths = self.padded_targets(pairs.reshape(-1), length, pad)
+        lengths = np.where(pairs.reshape(-1) < 0, -1, lengths)
+        shape = (len(examples), count)
+        return padded.reshape(*shape, length), lengths.reshape(shape).astype(np.int32)
+
+    def longest_references(self) -> np.ndarray:
+        """Return int32 `[examples]`, symbols of each one's longest reference, or 0."""
+        longest = np.zeros(self.num_examples, np.int32)
+        np.maximum.at(longest, self._pair_example, self.target_lengths)
+        return longest
+
+    @functools.cached_property
+    def most_references(self) -> int:
+        """The most references that an example has."""
+        return int(np.diff(self._first_pair).max(initial=0))
+
+    @functools.cached_property
+    def _first_pair(self) -> np.ndarray:
+        """The first pair of every example, and the number of pairs."""
+        return np.searchsorted(self._pair_example, np.arange(self.num_examples + 1))
 
 
 def open_cache(

@@ -29,7 +29,8 @@ def make_rows(
 
     Args:
         cache: where the ids are.
-        step: the bucket and its items, numbers of pairs.
+        step: the bucket and its items, numbers of pairs, or of examples if the bucket
+            says so.
         rows: which rows of the batch.
         pad_source: id that fills the sources.
         pad_target: id that fills the targets.
@@ -37,21 +38,27 @@ def make_rows(
     Raises:
         ValueError: an item is longer than its bucket.
     """
-    pairs = step.items[rows]
-    filler = pairs < 0
-    examples = np.where(filler, -1, cache.example_of(np.maximum(pairs, 0)))
-    bucket = step.bucket
+    items, bucket = step.items[rows], step.bucket
+    filler = items < 0
+    longest = bucket.target_length - 1
+    if bucket.references:
+        examples = items
+        target, target_lengths = cache.padded_references(
+            items, bucket.references, longest, pad_target
+        )
+    else:
+        examples = np.where(filler, -1, cache.example_of(np.maximum(items, 0)))
+        target, target_lengths = cache.padded_targets(items, longest, pad_target)
     source, source_lengths = cache.padded_sources(
         examples, bucket.source_length, pad_source
-    )
-    target, target_lengths = cache.padded_targets(
-        pairs, bucket.target_length - 1, pad_target
     )
     return types.Batch(
         source=source,
         source_lengths=source_lengths,
         # The place that END needs.
-        target=np.pad(target, ((0, 0), (0, 1)), constant_values=pad_target),
+        target=np.pad(
+            target, [(0, 0)] * (target.ndim - 1) + [(0, 1)], constant_values=pad_target
+        ),
         target_lengths=target_lengths,
         weight=np.where(filler, 0, 1).astype(np.float32),
         index=examples.astype(np.int32),
@@ -80,6 +87,7 @@ def device_batch(
         ValueError: as `make_rows`.
     """
     bucket = step.bucket
+    references = (bucket.references,) * bool(bucket.references)
     made: dict[tuple[int, int], types.Batch] = {}
 
     def field(name: str, *shape: int) -> jax.Array:
@@ -100,8 +108,8 @@ def device_batch(
     return types.Batch(
         source=field("source", bucket.source_length),
         source_lengths=field("source_lengths"),
-        target=field("target", bucket.target_length),
-        target_lengths=field("target_lengths"),
+        target=field("target", *references, bucket.target_length),
+        target_lengths=field("target_lengths", *references),
         weight=field("weight"),
         index=field("index"),
     )

@@ -14,11 +14,20 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The shape of a batch; `target_length` counts the place of END."""
+    """The shape of a batch.
+
+    Attributes:
+        source_length: S.
+        target_length: T, the place of END counted.
+        rows: B.
+        references: R, where a row is an example with all its references; 0 where it is
+            a pair, a source with one of them.
+    """
 
     source_length: int
     target_length: int
     rows: int
+    references: int = 0
 
 
 class Step(NamedTuple):
@@ -49,6 +58,7 @@ class BatchPlan:
         bucket_lengths: tuple[int, ...],
         tokens_per_batch: int,
         multiple: int = 1,
+        references: int = 0,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -61,6 +71,7 @@ class BatchPlan:
             tokens_per_batch: padded places that a batch may hold on one side.
             multiple: what the rows must be divisible by, such as the device count
                 times the micro-batches of a step.
+            references: how many an item has at most, see `Bucket`.
             seed: draws the order of every epoch.
             shuffle: False keeps the order of items, bucket after bucket.
 
@@ -93,7 +104,7 @@ class BatchPlan:
             if len(members):
                 rows = max(multiple, tokens_per_batch // length // multiple * multiple)
                 self._members.append(members)
-                buckets.append(Bucket(length, length, rows))
+                buckets.append(Bucket(length, length, rows, references))
         self.buckets = tuple(buckets)
         # int `[steps, 2]`: bucket and number of each batch, in unshuffled order.
         self._batches = np.array(
