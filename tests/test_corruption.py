@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TINY
+from tiny import TINY, drawn
 from trees import named
 
 from transformer_jax.config import TrainConfig
@@ -20,11 +19,14 @@ from transformer_jax.corruption import (
     keep_share,
 )
 from transformer_jax.models import build_model
-from transformer_jax.objectives import autoregressive, teacher_forcing
+from transformer_jax.objectives import OBJECTIVES, teacher_forcing
+from transformer_jax.objectives.canvas import known_length
 from transformer_jax.types import Batch
 
 KEY = jax.random.key(5)
 SIZE = 13
+# Those of a decoder that reads its own past.
+OF_PREFIXES = OBJECTIVES["autoregressive"].corruptions
 
 
 class Vocabulary:
@@ -61,8 +63,12 @@ def corrupted(name, keep, predict=parrot, key=KEY, **options) -> DecoderInputs:
     )
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
-class TestEveryCorruption:
+def test_every_corruption_is_tested():
+    assert {*OF_PREFIXES, "glancing"} == CORRUPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", OF_PREFIXES)
+class TestEveryCorruptionOfPrefixes:
     def test_labels_and_weights_stay(self, name):
         found = corrupted(name, 0.3)
         assert found.labels is GIVEN.labels
@@ -158,34 +164,118 @@ def test_every_schedule_is_tested():
     assert {schedule for schedule, _ in marks} == KEEP_SCHEDULES.keys()
 
 
-MODEL = build_model(dataclasses.replace(TINY, dropout=0.3, attention_dropout=0.2))
+@pytest.mark.parametrize("start", [0.5, 0.0])
+def test_a_schedule_begins_at_its_start_and_ends_at_its_floor(start):
+    found = [
+        keep_share("linear", jnp.int32(step), scale=100, floor=0.2, start=start)
+        for step in (0, 20, 90)
+    ]
+    np.testing.assert_allclose(found, [max(start, 0.2), max(0.8 * start, 0.2), 0.2])
+
+
+# --- Glancing --------------------------------------------------------------------
+
+MASK = 12
+CANVAS = known_length(batch_of(), MASK)
+PLACES = np.asarray(CANVAS.weights) > 0
+WRONG = np.random.default_rng(4).random(PLACES.shape) < 0.6
+
+
+def mistaken(wrong, right=CANVAS.labels):
+    """A model that is wrong where it is told to be, and at every place that is none."""
+    wrong = jnp.asarray(wrong | ~PLACES)
+    return lambda inputs: jax.nn.one_hot(jnp.where(wrong, 4 + right % 7, right), SIZE)
+
+
+def glanced(keep, wrong=WRONG, key=KEY, **hints):
+    predict = mistaken(wrong, **hints)
+    options = {"align": lambda logits: hints["right"]} if hints else {}
+    glancing = CORRUPTIONS["glancing"]
+    return glancing(CANVAS, predict, key, jnp.float32(keep), Vocabulary, **options)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.25, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_share_of_the_wrong_places_is_shown(keep, aligned):
+    # With an alignment the right answers are its own, not the labels.
+    right = (CANVAS.labels * 3 + 1) % 7 + 4 if aligned else CANVAS.labels
+    found = glanced(keep, **{"right": right} if aligned else {})
+    shown = np.asarray(found.inputs) != MASK
+    wanted = np.floor(np.float32(keep) * (WRONG & PLACES).sum(1))
+    np.testing.assert_array_equal(shown.sum(1), wanted)
+    assert not (shown & ~PLACES).any()
+    np.testing.assert_array_equal(found.inputs, np.where(shown, right, MASK))
+    np.testing.assert_array_equal(found.weights, PLACES & ~shown)
+    assert found.labels is CANVAS.labels
+    assert found.inputs.dtype == CANVAS.inputs.dtype
+
+
+def test_with_all_wrong_and_all_kept_everything_is_shown():
+    found = glanced(1.0, wrong=np.ones_like(PLACES))
+    np.testing.assert_array_equal(
+        found.inputs, np.where(PLACES, CANVAS.labels, CANVAS.inputs)
+    )
+    assert not found.weights.any()
+
+
+def test_where_nothing_is_wrong_nothing_is_shown():
+    found = glanced(1.0, wrong=np.zeros_like(PLACES))
+    np.testing.assert_array_equal(found.inputs, CANVAS.inputs)
+    np.testing.assert_array_equal(found.weights, CANVAS.weights)
+
+
+def test_right_places_are_shown_as_often_as_wrong_ones():
+    wrong = np.zeros_like(PLACES)
+    wrong[:, :2] = True
+    keys = jax.random.split(KEY, 3000)
+    found = jax.vmap(lambda key: glanced(1.0, wrong, key).inputs)(keys)
+    shares = (np.asarray(found) != MASK).mean(0)
+    counts = PLACES.sum(1, keepdims=True)
+    wanted = np.where(PLACES, np.minimum(2, counts) / np.maximum(counts, 1), 0.0)
+    assert (counts > 2).any()
+    np.testing.assert_allclose(shares, wanted, atol=5 * 0.5 / len(keys) ** 0.5)
+
+
+# --- Losses ----------------------------------------------------------------------
+
+CONFIG = dataclasses.replace(TINY, dropout=0.3, attention_dropout=0.2)
+MODEL = build_model(CONFIG)
+
+
+@functools.cache
+def model_of(objective):
+    """A model and its parameters."""
+    batch, model = batch_of(), build_model(CONFIG, objective)
+    arguments = batch.source, batch.source_lengths, GIVEN.inputs
+    return model, drawn(model, *arguments, seed=3)
 
 
 @pytest.fixture(scope="module")
 def params():
-    batch = batch_of()
-    return nn.unbox(
-        MODEL.init(KEY, batch.source, batch.source_lengths, GIVEN.inputs)["params"]
-    )
+    return model_of("autoregressive")[1]
+
+
+@functools.cache
+def loss_of(objective="autoregressive", **settings):
+    """Parameters, step -> loss and weight."""
+    config = TrainConfig(**settings)
+    model, _ = model_of(objective)
+    row = OBJECTIVES[objective]
+    options = {name: getattr(config, name) for name in row.options}
+
+    def loss(params, step):
+        corrupt = corruption_at(config, step)
+        given = params, batch_of(), Vocabulary
+        return row.loss(model, *given, key=KEY, corrupt=corrupt, **options)
+
+    return loss
 
 
 @functools.cache
 def loss_and_gradient(**settings):
-    """Compiled: (parameters, step) -> loss and its gradient."""
-    config = TrainConfig(**settings)
-
-    def loss(params, step):
-        return autoregressive(
-            MODEL.apply,
-            params,
-            batch_of(),
-            Vocabulary,
-            key=KEY,
-            label_smoothing=0.1,
-            corrupt=corruption_at(config, step),
-        )[0]
-
-    return jax.jit(jax.value_and_grad(loss))
+    """Compiled: parameters, step -> loss and its gradient."""
+    loss = loss_of(**settings)
+    return jax.jit(jax.value_and_grad(lambda *arguments: loss(*arguments)[0]))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +295,17 @@ def test_with_all_kept_the_loss_is_teacher_forcing_bit_for_bit(params, settings)
     for name, leaf in named(gradient).items():
         np.testing.assert_array_equal(named(kept_gradient)[name], leaf, err_msg=name)
     assert plain != corrupting(params, jnp.int32(30))[0]
+
+
+@pytest.mark.parametrize("objective", ["parallel", "ctc"])
+def test_glancing_at_nothing_is_the_plain_loss_bit_for_bit(objective):
+    """With dropout. At step 0 all that is wrong is shown, at step 60 nothing."""
+    settings = {"corruption": "glancing", "keep_scale": 60, "keep_floor": 0.0}
+    _, params = model_of(objective)
+    plain = jax.jit(loss_of(objective))(params, jnp.int32(0))
+    glancing = jax.jit(loss_of(objective, **settings))
+    assert glancing(params, jnp.int32(60)) == plain
+    assert glancing(params, jnp.int32(0))[0] != plain[0]
 
 
 def test_an_answer_depends_on_earlier_inputs_alone(params):

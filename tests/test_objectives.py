@@ -1,6 +1,7 @@
 """Objectives: what the decoder is fed, what counts, what is refused."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,15 @@ from transformer_jax.config import (
 from transformer_jax.corruption import CORRUPTIONS, KEEP_SCHEDULES
 from transformer_jax.decoding import STRATEGIES
 from transformer_jax.decoding.beam import PENALTIES
-from transformer_jax.objectives import OBJECTIVES, OPTIONS, teacher_forcing, validate
+from transformer_jax.models import CANVASES
+from transformer_jax.objectives import (
+    OBJECTIVES,
+    OPTIONS,
+    check_nbest,
+    resolved,
+    teacher_forcing,
+    validate,
+)
 from transformer_jax.types import Batch
 
 
@@ -57,7 +66,10 @@ def test_autoregressive_counts_every_token_and_end_once():
         return jnp.zeros((*arguments[2].shape, 8)) + variables["params"]
 
     total, weight = OBJECTIVES["autoregressive"].loss(
-        apply, jnp.zeros(()), BATCH, Vocabulary, key=None, label_smoothing=0.1
+        SimpleNamespace(apply=apply),
+        *(jnp.zeros(()), BATCH, Vocabulary),
+        key=None,
+        label_smoothing=0.1,
     )
     assert weight == 4 + 2
     np.testing.assert_allclose(total, 6 * np.log(8), rtol=1e-6)
@@ -71,8 +83,9 @@ def test_a_key_turns_dropout_on():
         return jnp.zeros((*arguments[-1].shape, 8))
 
     key = jax.random.key(0)
+    model = SimpleNamespace(apply=apply)
     OBJECTIVES["autoregressive"].loss(
-        apply, (), BATCH, Vocabulary, key=key, label_smoothing=0.0
+        model, (), BATCH, Vocabulary, key=key, label_smoothing=0.0
     )
     assert len(set(seen)) == len(seen) == 2
 
@@ -80,7 +93,7 @@ def test_a_key_turns_dropout_on():
 @pytest.mark.parametrize(
     ("section", "field", "value", "message"),
     [
-        ("train", "objective", "magic", "must be one of autoregressive, not 'magic'"),
+        ("train", "objective", "magic", "one of autoregressive, .* not 'magic'"),
         ("decode", "strategy", "magic", "must be one of greedy, sample, beam_search"),
     ],
 )
@@ -116,6 +129,175 @@ def test_sequences_beyond_the_position_table_are_refused(
     validate(config(positions, (8, 32) if section == "data" else 32))
 
 
+def config_of(objective, **sections):
+    """A configuration; sections are dictionaries of settings."""
+    sections = {"train": {}, **sections}
+    sections["train"] = {"objective": objective} | sections["train"]
+    parts = {
+        name: dataclasses.replace(getattr(Config(), name), **fields)
+        for name, fields in sections.items()
+    }
+    return dataclasses.replace(Config(), **parts)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_can_be_trained_and_decoded_by_all_its_strategies(objective):
+    validate(config_of(objective))
+    automatic = resolved(config_of(objective)).decode.strategy
+    assert automatic == OBJECTIVES[objective].strategies[0]
+    for strategy in OBJECTIVES[objective].strategies:
+        config = config_of(objective, decode={"strategy": strategy})
+        validate(config)
+        assert resolved(config) is config
+    for strategy in STRATEGIES.keys() - OBJECTIVES[objective].strategies:
+        message = f"{strategy!r} cannot decode .* {objective!r}: use {automatic}"
+        with pytest.raises(ConfigError, match=message):
+            validate(config_of(objective, decode={"strategy": strategy}))
+
+
+PAIRINGS = [
+    # Settings that the objective does not read.
+    ("autoregressive", {"model": {"upsample": 2}}, "model.upsample does nothing .* 3$"),
+    ("autoregressive", {"model": {"decoder_inputs": "mask"}}, "to 'uniform_copy'$"),
+    ("autoregressive", {"train": {"length_weight": 0.5}}, "train.length_weight does"),
+    ("ctc", {"train": {"fill_weight": 0.5}}, "train.fill_weight does nothing .*'ctc'"),
+    ("ctc", {"train": {"label_smoothing": 0.0}}, "label_smoothing does .* it to 0.1$"),
+    ("ctc", {"model": {"length_classes": 9}}, "model.length_classes does nothing"),
+    ("overgenerate", {"model": {"length_from": "token"}}, "model.length_from does"),
+    ("parallel", {"model": {"extra_slots": 2}}, "model.extra_slots does nothing"),
+    ("mask_predict", {"train": {"fill_weight": 0.5}}, "train.fill_weight does nothing"),
+    # Settings that the strategy does not read.
+    ("parallel", {"decode": {"passes": 4}}, "decode.passes does nothing .* it to 10$"),
+    (
+        "mask_predict",
+        {"decode": {"passes": 4, "strategy": "parallel"}},
+        "use decode.strategy=mask_predict, or",
+    ),
+    ("parallel", {"decode": {"beam_size": 8}}, "decode.beam_size does nothing"),
+    ("autoregressive", {"decode": {"length_beam": 3}}, "decode.length_beam does"),
+    ("autoregressive", {"decode": {"rescorer": "x"}}, "decode.rescorer does nothing"),
+    ("ctc", {"decode": {"min_length": 1}}, "decode.min_length does nothing .* to 0$"),
+    ("ctc", {"decode": {"rescorer": "x"}}, "rescorer .* use .*=ctc_beam_search, or"),
+    ("ctc", {"decode": {"length_beam": 2}}, "decode.length_beam does nothing"),
+    ("overgenerate", {"decode": {"min_length": 32}}, "min_length=32 and an end do not"),
+    # Corruptions and references of other objectives.
+    (
+        "autoregressive",
+        {"train": {"corruption": "glancing"}},
+        "'glancing' is not for .*: use none or scheduled_sampling or random_replace",
+    ),
+    (
+        "parallel",
+        {"train": {"corruption": "scheduled_sampling"}},
+        "is not for train.objective 'parallel': use none or glancing$",
+    ),
+    ("overgenerate", {"train": {"corruption": "glancing"}}, ": use none$"),
+    ("mask_predict", {"train": {"corruption": "glancing"}}, ": use none$"),
+    (
+        "ctc",
+        {"train": {"corruption": "glancing", "corruption_choice": "sample"}},
+        "train.corruption_choice does nothing with train.corruption 'glancing'",
+    ),
+    ("ctc", {"train": {"keep_start": 0.5}}, "train.keep_start does nothing"),
+    (
+        "parallel",
+        {"data": {"references": "all"}},
+        "'all' is not for .*'parallel': use each, or train autoregressive or ctc$",
+    ),
+    ("overgenerate", {"data": {"references": "all"}}, "'all' is not for"),
+    ("ctc", {"data": {"keep_raw": True}}, "keep_raw does nothing without data.dist"),
+    # Places that nothing tells apart, and patterns of another direction.
+    (
+        "parallel",
+        {"model": {"decoder_inputs": "mask", "positions": "rotary"}},
+        "positions=rotary leaves the empty places of .*=mask all alike: use sinusoid",
+    ),
+    (
+        "ctc",
+        {"model": {"decoder_inputs": "uniform_copy", "positions": "none"}},
+        "positions=none leaves the empty places of .*=uniform_copy all alike",
+    ),
+    (
+        "ctc",
+        {"model": {"decoder_attention": "causal() & local(3)"}},
+        r"decoder_attention 'causal\(\) & local\(3\)' is causal, but the decoder of .*"
+        r"'ctc' reads both sides of a place: leave causal\(\) out",
+    ),
+    ("parallel", {"model": {"decoder_attention": "full(); local(2, 0)"}}, "is causal"),
+    # The canvas, not the buckets, is the longest target.
+    (
+        "ctc",
+        {"model": {"positions": "learned", "max_positions": 95}},
+        "the canvas of model.upsample and model.extra_slots goes to 96, .*=95: raise",
+    ),
+    (
+        "overgenerate",
+        {"model": {"cross_attention": "local(60)"}},
+        r"cross_attention 'local\(60\)' leaves place 92 nothing to attend",
+    ),
+]
+
+
+@pytest.mark.parametrize(("objective", "sections", "message"), PAIRINGS)
+def test_pairings_that_cannot_work_are_refused_in_one_line(
+    objective, sections, message
+):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config_of(objective, **sections))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "sections"),
+    [
+        ("ctc", {"train": {"corruption": "glancing"}, "data": {"references": "all"}}),
+        ("autoregressive", {"data": {"references": "all"}}),
+        ("parallel", {"model": {"decoder_inputs": "soft_copy", "positions": "rotary"}}),
+        ("parallel", {"model": {"positions": "rotary"}}),
+        ("mask_predict", {"model": {"decoder_inputs": "mask"}}),
+        ("overgenerate", {"model": {"decoder_attention": "local(2, 1)"}}),
+        ("ctc", {"model": {"positions": "learned", "max_positions": 96}}),
+        # A causal decoder may say so, and a bidirectional encoder be causal.
+        ("autoregressive", {"model": {"decoder_attention": "causal() & local(3)"}}),
+        ("parallel", {"model": {"encoder_attention": "causal()"}}),
+        (
+            "ctc",
+            {"decode": {"strategy": "ctc_beam_search", "rescorer": "x"}},
+        ),
+        (
+            "mask_predict",
+            {"decode": {"strategy": "parallel", "length_beam": 3, "min_length": 1}},
+        ),
+        ("parallel", {"data": {"keep_raw": True, "distilled": "x"}}),
+    ],
+)
+def test_their_neighbours_are_allowed(objective, sections):
+    validate(config_of(objective, **sections))
+
+
+# Strategy -> settings, most hypotheses (None for any number), what is said of more.
+NBEST = {
+    "greedy": ({}, 1, "use beam_search or sample"),
+    "sample": ({}, None, ""),
+    "beam_search": ({"beam_size": 3}, 3, "more than decode.beam_size=3: widen"),
+    "parallel": ({"length_beam": 3}, 3, "more than decode.length_beam=3: widen"),
+    "overgenerate": ({"length_beam": 5}, 5, "more than decode.length_beam=5: widen"),
+    "mask_predict": ({"length_beam": 2}, 2, "more than decode.length_beam=2: widen"),
+    "ctc_greedy": ({}, 1, "'ctc_greedy' has one: use ctc_beam_search"),
+    "ctc_beam_search": ({"beam_size": 7}, 7, "more than decode.beam_size=7: widen"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_strategy_gives_more_hypotheses_than_it_has(strategy):
+    settings, most, message = NBEST[strategy]
+    config = DecodeConfig(strategy=strategy, **settings)
+    check_nbest(config, most or 99)
+    if most is not None:
+        with pytest.raises(ConfigError, match=f"^--nbest={most + 1} .*{message}"):
+            check_nbest(config, most + 1)
+
+
 def test_what_a_saved_setting_must_become_is_said():
     """A run that was configured for a beam can be decoded greedily."""
     decode = DecodeConfig(strategy="beam_search", beam_size=8)
@@ -133,9 +315,16 @@ def choices(record, name):
 
 def test_settings_offer_what_the_tables_hold():
     assert choices(TrainConfig, "corruption") == {"none", *CORRUPTIONS}
+    used = {name for row in OBJECTIVES.values() for name in row.corruptions}
+    assert used == {*CORRUPTIONS}
+    for record, field in ((TrainConfig, "options"), (ModelConfig, "shape")):
+        names = {name for row in OBJECTIVES.values() for name in getattr(row, field)}
+        assert names < {item.name for item in dataclasses.fields(record)}
     assert choices(TrainConfig, "keep_schedule") == {*KEEP_SCHEDULES}
     assert choices(DecodeConfig, "penalty") == {*PENALTIES}
-    assert {*OBJECTIVES["autoregressive"].strategies} == {*STRATEGIES} == {*OPTIONS}
+    decoded = {name for row in OBJECTIVES.values() for name in row.strategies}
+    assert decoded == {*STRATEGIES} == {*OPTIONS}
+    assert {"autoregressive", *CANVASES} == {*OBJECTIVES}
     fields = {item.name for item in dataclasses.fields(DecodeConfig)}
     assert {name for names in OPTIONS.values() for name in names} < fields
 

@@ -99,6 +99,21 @@ class ModelConfig(_Checked):
     cross_attention: str = "full()"
     # Learned tokens before the source that attend all and that all attend.
     extra_global_tokens: int = _field(0, low=0)
+    # Of models that write all places at once. What an empty place reads: a vector of
+    # its own (mask), or the source's states, spread evenly (uniform_copy) or by
+    # distance (soft_copy).
+    decoder_inputs: str = _field(
+        "uniform_copy", choices=("mask", "uniform_copy", "soft_copy")
+    )
+    # What predicts an output's length: the mean of the source's states (pooled) or an
+    # extra token of the encoder; as a difference to the source's length (offset) or as
+    # it is; and how many lengths are told apart.
+    length_from: str = _field("pooled", choices=("pooled", "token"))
+    length_target: str = _field("offset", choices=("offset", "absolute"))
+    length_classes: int = _field(64, low=2)
+    # Places of a canvas whose length is not predicted: upsample |x| + extra_slots.
+    upsample: int = _field(3, low=1)
+    extra_slots: int = _field(0, low=0)
     dropout: float = _field(0.1, low=0.0, high=0.99)
     attention_dropout: float = _field(0.0, low=0.0, high=0.99)
     # What the backward pass recomputes: nothing, all but matrix products, all.
@@ -146,10 +161,17 @@ class DataConfig(_Checked):
 
     source: str = "cmudict"
     directory: str = ""
+    # Folder of `distill`, whose outputs take the place of the training split's
+    # references, or stand beside them.
+    distilled: str = ""
+    keep_raw: bool = False
     # Padded places a batch may hold, source and target each.
     tokens_per_batch: int = _field(4096, low=1)
     # Padded lengths: a pair goes to the first bucket that holds both its sides.
     bucket_lengths: tuple = (8, 12, 16, 32)
+    # What a row of a batch is: a source with one of its references (each), or with all,
+    # of which any is right.
+    references: str = _field("each", choices=("each", "all"))
     seed: int = _field(0, low=0, high=2**32 - 1)
     prefetch: int = _field(2, low=1)
 
@@ -188,13 +210,19 @@ class TrainConfig(_Checked):
     # Largest global norm of the gradient; 0 means no clipping.
     clip: float = _field(1.0, low=0.0)
     label_smoothing: float = _field(0.1, low=0.0, high=0.99)
-    # Wrong answers among the decoder's inputs; see corruption.py.
+    # Of parallel and mask_predict: what the length's loss counts beside the tokens'.
+    length_weight: float = _field(0.1, low=0.0)
+    # Of overgenerate: what a place behind the end counts beside the others.
+    fill_weight: float = _field(0.1, low=0.0, high=1.0)
+    # Wrong answers among the decoder's inputs, or right ones; see corruption.py.
     corruption: str = _field(
-        "none", choices=("none", "scheduled_sampling", "random_replacement")
+        "none",
+        choices=("none", "scheduled_sampling", "random_replacement", "glancing"),
     )
     corruption_choice: str = _field("argmax", choices=("argmax", "sample"))
-    # Share of right inputs: a decay over about k = `keep_scale` steps (inverse_sigmoid
-    # is at one half after k ln k), down to the floor.
+    # Share of right inputs: from `keep_start` a decay over about k = `keep_scale` steps
+    # (inverse_sigmoid is at one half after k ln k), down to the floor.
+    keep_start: float = _field(1.0, low=0.0, high=1.0)
     keep_schedule: str = _field(
         "linear", choices=("constant", "linear", "exponential", "inverse_sigmoid")
     )
@@ -220,9 +248,11 @@ class TrainConfig(_Checked):
 class DecodeConfig(_Checked):
     """How a trained model turns sources into outputs."""
 
-    strategy: str = "greedy"
-    # Of beam_search; the penalty divides sums of log-probabilities.
+    # "auto" is the first one that decodes the objective.
+    strategy: str = "auto"
+    # Of beam_search and ctc_beam_search.
     beam_size: int = _field(4, low=1, high=1024)
+    # Of beam_search; the penalty divides sums of log-probabilities.
     penalty: str = _field("gnmt", choices=("none", "average", "gnmt"))
     alpha: float = _field(0.6, low=0.0, high=5.0)
     # Of sample; top_k 0 and top_p 1 cut nothing.
@@ -230,6 +260,12 @@ class DecodeConfig(_Checked):
     top_k: int = _field(0, low=0)
     top_p: float = _field(1.0, low=1e-6, high=1.0)
     seed: int = _field(0, low=0, high=2**32 - 1)
+    # Of strategies that write all places at once: how many lengths are tried, or ends;
+    # the working directory of an autoregressive model that chooses among them; and how
+    # often mask_predict writes.
+    length_beam: int = _field(1, low=1, high=1024)
+    rescorer: str = ""
+    passes: int = _field(10, low=1, high=1024)
     # Symbols that no output may hold, and how many it holds at least.
     forbidden: tuple = ()
     min_length: int = _field(0, low=0)

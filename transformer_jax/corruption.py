@@ -1,15 +1,16 @@
-"""Wrong answers among a decoder's inputs while it is trained.
+"""What a decoder reads while it is trained, other than it would otherwise.
 
-Teacher forcing shows the decoder right answers alone; decoding feeds it its own. A
-corruption replaces some of the inputs, after a first pass where it wants to know what
+Teacher forcing shows an autoregressive decoder right answers alone; decoding feeds it
+its own. A parallel decoder sees no answer at all, and has to guess everything at once.
+A corruption replaces some of the inputs, after a first pass where it wants to know what
 the model would have said. All have one signature, the table is `CORRUPTIONS`:
 
     (given, predict, key, keep, vocabulary) -> DecoderInputs
 
-    given: `DecoderInputs` of teacher forcing.
+    given: `DecoderInputs` of teacher forcing, or of an empty canvas.
     predict: inputs `[B, T]` -> logits `[B, T, V]`, a pass with the present parameters.
     key: PRNG key.
-    keep: float32 [], share of right inputs to keep, by `KEEP_SCHEDULES`.
+    keep: float32 [], share of right inputs, by `KEEP_SCHEDULES`.
     vocabulary: the target's.
 """
 
@@ -41,8 +42,8 @@ class DecoderInputs(NamedTuple):
     weights: jax.Array
 
 
-# (given, predict, key, vocabulary) -> DecoderInputs, with the share of one step bound
-Corruption = Callable[[DecoderInputs, Predict, jax.Array, Any], DecoderInputs]
+# (given, predict, key, vocabulary, ...) -> DecoderInputs, with one step's share bound
+Corruption = Callable[..., DecoderInputs]
 
 
 def scheduled_sampling(
@@ -110,9 +111,65 @@ def random_replacement(
     return _replaced(given, drawn, place_key, keep)
 
 
+def glancing(
+    given: DecoderInputs,
+    predict: Predict,
+    key: jax.Array,
+    keep: jax.Array,
+    vocabulary: Any,
+    *,
+    align: Callable[[jax.Array], jax.Array] | None = None,
+) -> DecoderInputs:
+    """Show some right answers to a decoder that writes all places at once.
+
+    The first pass sees none; of the places where it is wrong, a share is shown:
+
+        N = floor(keep * number of wrong places);  N of all places, drawn by chance,
+        read their right answers and count nothing in the loss
+
+    Qian et al. 2021, section 3.1; for CTC the right answers are those of the best
+    alignment (Gu and Kong 2021, section 4.3). No gradient flows through the first pass.
+
+    Args:
+        given: an empty canvas and its right answers; weight 0 is no place.
+        predict: the first pass, with the same dropout as the second.
+        key: draws the places.
+        keep: share of the wrong places to show.
+        vocabulary: not used.
+        align: logits `[B, T, V]` -> right answers `[B, T]`, where those depend on what
+            the model says; None means the labels.
+    """
+    del vocabulary
+    # Answers have no gradient; said at once, nothing is kept for a backward pass.
+    logits = jax.lax.stop_gradient(predict(given.inputs))
+    right = given.labels if align is None else align(logits)
+    places = given.weights > 0
+    wrong = ((jnp.argmax(logits, axis=-1) != right) & places).sum(1)
+    count = jnp.floor(keep * wrong).astype(jnp.int32)
+    shown = chosen_places(jax.random.uniform(key, places.shape), places, count)
+    return given._replace(
+        inputs=jnp.where(shown, right.astype(given.inputs.dtype), given.inputs),
+        weights=jnp.where(shown, 0.0, given.weights),
+    )
+
+
+def chosen_places(draws: jax.Array, places: jax.Array, count: jax.Array) -> jax.Array:
+    """Mark `count` of a row's places, all equally probable.
+
+    Args:
+        draws: uniform numbers `[B, T]`.
+        places: bool `[B, T]`, those to choose from.
+        count: int32 `[B]`.
+    """
+    order = jnp.argsort(jnp.where(places, draws, jnp.inf), axis=1)
+    rank = jnp.argsort(order, axis=1)
+    return (rank < count[:, None]) & places
+
+
 CORRUPTIONS = {
     "scheduled_sampling": scheduled_sampling,
     "random_replacement": random_replacement,
+    "glancing": glancing,
 }
 
 # Share of right inputs that step t keeps: (t, scale in steps) -> float32 []. Bengio et
@@ -126,11 +183,11 @@ KEEP_SCHEDULES = {
 
 
 def keep_share(
-    schedule: str, step: jax.Array, *, scale: int, floor: float
+    schedule: str, step: jax.Array, *, scale: int, floor: float, start: float = 1.0
 ) -> jax.Array:
-    """Return the share of right inputs to keep at a step, never below `floor`."""
+    """Return the share of right inputs at a step: from `start` on, down to `floor`."""
     share = KEEP_SCHEDULES[schedule](step.astype(jnp.float32), scale)
-    return jnp.maximum(share, floor)
+    return jnp.maximum(start * share, floor)
 
 
 def corruption_at(config: TrainConfig, step: jax.Array) -> Corruption | None:
@@ -143,7 +200,11 @@ def corruption_at(config: TrainConfig, step: jax.Array) -> Corruption | None:
     if config.corruption == "none":
         return None
     keep = keep_share(
-        config.keep_schedule, step, scale=config.keep_scale, floor=config.keep_floor
+        config.keep_schedule,
+        step,
+        start=config.keep_start,
+        scale=config.keep_scale,
+        floor=config.keep_floor,
     )
     options = {}
     if config.corruption == "scheduled_sampling":
@@ -151,9 +212,13 @@ def corruption_at(config: TrainConfig, step: jax.Array) -> Corruption | None:
     corrupt = functools.partial(CORRUPTIONS[config.corruption], **options)
 
     def at_this_step(
-        given: DecoderInputs, predict: Predict, key: jax.Array, vocabulary: Any
+        given: DecoderInputs,
+        predict: Predict,
+        key: jax.Array,
+        vocabulary: Any,
+        **hints: Any,
     ) -> DecoderInputs:
-        return corrupt(given, predict, key, keep, vocabulary)
+        return corrupt(given, predict, key, keep, vocabulary, **hints)
 
     return at_this_step
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from transformer_jax.checkpoints import Checkpoints
@@ -21,7 +20,7 @@ from transformer_jax.data import (
     TokenCache,
     device_batch,
 )
-from transformer_jax.objectives import training_loss, validation_loss
+from transformer_jax.objectives import OBJECTIVES, training_loss, validation_loss
 from transformer_jax.optimizers import make_optimizer
 from transformer_jax.progress import Progress
 from transformer_jax.reports import AGAINST_DIVERGENCE, NonFiniteLossError, Reports
@@ -38,6 +37,9 @@ from transformer_jax.training import (
     make_train_step,
 )
 from transformer_jax.types import Batch, PyTree
+
+# The share of training pairs that may be beyond what an objective can learn.
+MOST_UNFIT = 0.05
 
 
 class PreemptedError(Exception):
@@ -79,6 +81,7 @@ class Trainer:
         self._caches = {split: run.cache(split) for split in ("train", "validation")}
         self._plan = self._make_plan("train", shuffle=True)
         self._validation = self._make_plan("validation", shuffle=False)
+        self._unfit = self._count_unfit()
         self._norm = jax.jit(optax.tree.norm)
         self._progress = Progress(self._config.steps)
         self._reports = Reports(run, self._caches["train"], self._progress)
@@ -113,15 +116,41 @@ class Trainer:
                 "step": int(state.step),
                 "loss": None if math.isnan(loss) else loss,
                 "best_step": checkpoints.best_step(),
+                **self._unfit,
             }
+
+    def _count_unfit(self) -> dict[str, int]:
+        """Tell which pairs of the training split the objective cannot learn.
+
+        Raises:
+            ConfigError: there are so many that something is wrong.
+        """
+        objective = OBJECTIVES[self._config.objective]
+        if objective.fits is None:
+            return {}
+        cache = self._caches["train"]
+        lengths = cache.pair_source_lengths, cache.target_lengths
+        fit = objective.fits(self._run.config.model, *lengths, cache.target_repeats)
+        count = int((~fit).sum())
+        text = f"{count:,} of {len(fit):,} training pairs {objective.unfit}"
+        if count > MOST_UNFIT * len(fit):
+            raise ConfigError(text)
+        if count:
+            print(text, file=sys.stderr, flush=True)
+        return {"unfit_pairs": count}
 
     def _make_plan(self, split: str, *, shuffle: bool) -> BatchPlan:
         data, cache = self._run.config.data, self._caches[split]
-        sources = cache.source_lengths[cache.example_of(np.arange(cache.num_pairs))]
+        if data.references == "all":
+            lengths = cache.source_lengths, cache.longest_references()
+            references = cache.most_references
+        else:
+            lengths = cache.pair_source_lengths, cache.target_lengths
+            references = 0
         try:
             return BatchPlan(
-                sources,
-                cache.target_lengths,
+                *lengths,
+                references=references,
                 bucket_lengths=data.bucket_lengths,
                 tokens_per_batch=data.tokens_per_batch,
                 multiple=self._mesh.shape["data"] * self._config.accumulation,

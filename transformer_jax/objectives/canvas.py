@@ -1,0 +1,295 @@
+"""Objectives of models that write all places of a canvas at once.
+
+Each returns (sum, weight) of what its strategy maximises. `key` None turns dropout and
+corruption off; rows of weight 0 count nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax import losses
+from transformer_jax.corruption import Corruption, DecoderInputs, chosen_places
+from transformer_jax.ctc import ctc_alignment
+from transformer_jax.decoding.length import length_class
+from transformer_jax.objectives.autoregressive import dropout, references_of
+from transformer_jax.parallel_models import Encoded, ParallelSeq2Seq
+from transformer_jax.types import Batch, PyTree
+
+Sums = tuple[jax.Array, jax.Array]
+
+
+class _Passes(NamedTuple):
+    """A source that has been read, and what may follow.
+
+    Attributes:
+        encoded: what is known of the source.
+        predict: (inputs `[B, T]`, lengths `[B]`) -> logits, always with one dropout.
+        key: of the corruption, or None.
+    """
+
+    encoded: Encoded
+    predict: Callable[[jax.Array, jax.Array], jax.Array]
+    key: jax.Array | None
+
+
+def _passes(
+    model: ParallelSeq2Seq, params: PyTree, batch: Batch, key: jax.Array | None
+) -> _Passes:
+    # Three keys in any case, so that a corruption changes no dropout.
+    keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+    encoded = model.apply(
+        {"params": params},
+        batch.source,
+        batch.source_lengths,
+        method="encode",
+        rngs=dropout(keys[0]),
+    )
+
+    def predict(inputs: jax.Array, lengths: jax.Array) -> jax.Array:
+        return model.apply(
+            {"params": params},
+            encoded,
+            inputs,
+            lengths,
+            method="predict",
+            rngs=dropout(keys[1]),
+        )
+
+    return _Passes(encoded, predict, keys[2])
+
+
+def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
+    """Return a canvas of the target's length: empty places, their labels and weights.
+
+    target  a b c        inputs  _ _ _ _    labels  a b c .    weights  1 1 1 0
+    """
+    # The last place of a batch is that of END, which is not written here.
+    labels = batch.target[:, :-1]
+    inside = jnp.arange(labels.shape[1]) < batch.target_lengths[:, None]
+    weights = jnp.where(inside, batch.weight[:, None], 0.0)
+    return DecoderInputs(jnp.full_like(labels, mask_id), labels, weights)
+
+
+def parallel(
+    model: ParallelSeq2Seq,
+    params: PyTree,
+    batch: Batch,
+    vocabulary: Any,
+    *,
+    key: jax.Array | None,
+    corrupt: Corruption | None = None,
+    label_smoothing: float,
+    length_weight: float,
+) -> Sums:
+    """Return (sum, weight) of -log p(y_t | x, |y|) - length_weight log p(|y| | x).
+
+    Gu et al. 2018, section 3. A row's length counts as much as its tokens that count,
+    so that the sums of parts of a batch add up.
+    """
+    passes = _passes(model, params, batch, key)
+    given = known_length(batch, model.mask_id)
+
+    def predict(inputs: jax.Array) -> jax.Array:
+        return passes.predict(inputs, batch.target_lengths)
+
+    if corrupt is not None and key is not None:
+        given = corrupt(given, predict, passes.key, vocabulary)
+    return _with_length(
+        model,
+        passes.encoded,
+        batch,
+        given,
+        predict(given.inputs),
+        label_smoothing=label_smoothing,
+        length_weight=length_weight,
+    )
+
+
+def mask_predict(
+    model: ParallelSeq2Seq,
+    params: PyTree,
+    batch: Batch,
+    vocabulary: Any,
+    *,
+    key: jax.Array | None,
+    corrupt: Corruption | None = None,
+    label_smoothing: float,
+    length_weight: float,
+) -> Sums:
+    """Return (sum, weight) of -log p(y_t | x, |y|, shown symbols) over hidden places.
+
+    Ghazvininejad et al. 2019, section 3.2: of n symbols floor(u n) + 1 are hidden, u
+    uniform in [0, 1), all choices equally probable. Without a key the draws depend on
+    the example's number alone. The length is trained as in `parallel`.
+    """
+    del corrupt, vocabulary
+    passes = _passes(model, params, batch, key)
+    empty = known_length(batch, model.mask_id)
+    draw_key = jax.random.key(0) if key is None else passes.key
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(draw_key, batch.index)
+    places = empty.inputs.shape[1]
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (places + 1,)))(keys)
+    lengths = batch.target_lengths
+    count = jnp.floor(draws[:, 0] * lengths).astype(jnp.int32) + 1
+    inside = jnp.arange(places) < lengths[:, None]
+    hidden = chosen_places(draws[:, 1:], inside, jnp.minimum(count, lengths))
+    given = DecoderInputs(
+        jnp.where(hidden | ~inside, empty.inputs, empty.labels),
+        empty.labels,
+        jnp.where(hidden, empty.weights, 0.0),
+    )
+    return _with_length(
+        model,
+        passes.encoded,
+        batch,
+        given,
+        passes.predict(given.inputs, lengths),
+        label_smoothing=label_smoothing,
+        length_weight=length_weight,
+    )
+
+
+def _with_length(
+    model: ParallelSeq2Seq,
+    encoded: Encoded,
+    batch: Batch,
+    given: DecoderInputs,
+    logits: jax.Array,
+    *,
+    label_smoothing: float,
+    length_weight: float,
+) -> Sums:
+    """Sums of the tokens and of the lengths."""
+    total, weight = losses.cross_entropy(
+        logits, given.labels, given.weights, label_smoothing=label_smoothing
+    )
+    classes = length_class(
+        batch.target_lengths,
+        batch.source_lengths,
+        classes=model.length_classes,
+        offset=model.length_offset,
+    )
+    # An empty target has a length, too.
+    tokens = jnp.maximum(given.weights.sum(1), batch.weight)
+    of_lengths, _ = losses.cross_entropy(encoded.length_logits, classes, tokens)
+    return total + length_weight * of_lengths, weight
+
+
+def overlong(
+    batch: Batch,
+    lengths: jax.Array,
+    size: int,
+    *,
+    mask_id: int,
+    end_id: int,
+    fill: float,
+) -> DecoderInputs:
+    """Return a canvas longer than the target: END stands in all places behind it.
+
+        target  a b c        inputs  _ _ _ _ _ _    labels  a b c END END END
+                             weights  1 1 1 1 fill fill
+
+    A row whose target and END do not fit counts nothing.
+
+    Args:
+        batch: the targets.
+        lengths: int32 `[B]`, places of each row's canvas.
+        size: places of the widest one.
+        mask_id: an empty place.
+        end_id: what ends an output.
+        fill: weight of the places behind the first END.
+    """
+    cut = batch.target[:, :size]
+    target = jnp.pad(cut, ((0, 0), (0, size - cut.shape[1])))
+    place, last = jnp.arange(size)[None], batch.target_lengths[:, None]
+    weights = jnp.where(place <= last, 1.0, fill) * batch.weight[:, None]
+    inside = (place < lengths[:, None]) & (last < lengths[:, None])
+    return DecoderInputs(
+        jnp.full_like(target, mask_id),
+        jnp.where(place < last, target, end_id),
+        jnp.where(inside, weights, 0.0),
+    )
+
+
+def overgenerate(
+    model: ParallelSeq2Seq,
+    params: PyTree,
+    batch: Batch,
+    vocabulary: Any,
+    *,
+    key: jax.Array | None,
+    corrupt: Corruption | None = None,
+    label_smoothing: float,
+    fill_weight: float,
+) -> Sums:
+    """Return (sum, weight) of -log p(y_t | x) on a canvas that is cut at END.
+
+    Places behind the first END should hold END as well and count `fill_weight`.
+    """
+    del corrupt
+    passes = _passes(model, params, batch, key)
+    lengths = model.slots(batch.source_lengths)
+    given = overlong(
+        batch,
+        lengths,
+        model.slots(batch.source.shape[1]),
+        mask_id=model.mask_id,
+        end_id=vocabulary.end_id,
+        fill=fill_weight,
+    )
+    return losses.cross_entropy(
+        passes.predict(given.inputs, lengths),
+        given.labels,
+        given.weights,
+        label_smoothing=label_smoothing,
+    )
+
+
+def ctc(
+    model: ParallelSeq2Seq,
+    params: PyTree,
+    batch: Batch,
+    vocabulary: Any,
+    *,
+    key: jax.Array | None,
+    corrupt: Corruption | None = None,
+) -> Sums:
+    """Return (sum, weight) of -log p(y | x), summed over all alignments.
+
+    Libovicky and Helcl 2018. Targets that do not fit their slots count nothing.
+    """
+    passes = _passes(model, params, batch, key)
+    lengths = model.slots(batch.source_lengths)
+    size = model.slots(batch.source.shape[1])
+    targets = references_of(batch)
+    targets = targets[0][..., :-1], targets[1]
+    inputs = jnp.full((len(batch.source), size), model.mask_id, jnp.int32)
+
+    def predict(inputs: jax.Array) -> jax.Array:
+        return passes.predict(inputs, lengths)
+
+    def align(logits: jax.Array) -> jax.Array:
+        """The best slots of the best reference."""
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        aligned = jax.vmap(
+            functools.partial(ctc_alignment, blank_id=model.blank_id),
+            in_axes=(None, None, 1, 1),
+            out_axes=1,
+        )
+        scores, slots = aligned(log_probs, lengths, *targets)
+        scores = jnp.where(targets[1] >= 0, scores, -jnp.inf)
+        best = jnp.argmax(scores, axis=1)[:, None, None]
+        return jnp.take_along_axis(slots, best, axis=1)[:, 0]
+
+    if corrupt is not None and key is not None:
+        places = (jnp.arange(size) < lengths[:, None]).astype(jnp.float32)
+        given = DecoderInputs(inputs, inputs, places)
+        given = corrupt(given, predict, passes.key, vocabulary, align=align)
+        inputs = given.inputs
+    return losses.ctc(
+        predict(inputs), lengths, *targets, batch.weight, blank_id=model.blank_id
+    )

@@ -1,0 +1,132 @@
+"""The objectives: what is minimised, what it may be combined with, what decodes it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.corruption import corruption_at
+from transformer_jax.objectives import canvas, fitting
+from transformer_jax.objectives.autoregressive import autoregressive
+from transformer_jax.types import Batch, PyTree
+
+# (params, batch, ...) -> (sum, weight)
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class Objective(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        loss: (model, params, batch, vocabulary, *, key, corrupt, options) -> sums.
+        strategies: those that can decode what it trained; the first by default.
+        options: settings of `train` that the loss reads, of those that not all read.
+        shape: settings of `model` likewise.
+        corruptions: those of `train.corruption` that make sense.
+        references: whether a row may be an example with all its references.
+        fits: (model's settings, source lengths, target lengths, equal neighbours in
+            the targets) -> which pairs can be learned; None where all can.
+        unfit: what is said of those that cannot.
+    """
+
+    loss: Callable[..., tuple[jax.Array, jax.Array]]
+    strategies: tuple[str, ...]
+    options: tuple[str, ...]
+    shape: tuple[str, ...] = ()
+    corruptions: tuple[str, ...] = ()
+    references: bool = False
+    fits: Callable[[ModelConfig, np.ndarray, np.ndarray, np.ndarray], Any] | None = None
+    unfit: str = ""
+
+
+_LENGTH = ("decoder_inputs", "length_from", "length_target", "length_classes")
+_SLOTS = ("decoder_inputs", "upsample", "extra_slots")
+_BEYOND = (
+    "have a length beyond those told apart and are trained as the nearest: raise "
+    "model.length_classes"
+)
+_LEFT_OUT = (
+    "do not fit the canvas of model.upsample |x| + model.extra_slots places and count "
+    "nothing: raise one of these"
+)
+
+OBJECTIVES = {
+    "autoregressive": Objective(
+        autoregressive,
+        ("greedy", "sample", "beam_search"),
+        ("label_smoothing",),
+        corruptions=("scheduled_sampling", "random_replacement"),
+        references=True,
+    ),
+    "parallel": Objective(
+        canvas.parallel,
+        ("parallel",),
+        ("label_smoothing", "length_weight"),
+        _LENGTH,
+        corruptions=("glancing",),
+        fits=fitting.has_class,
+        unfit=_BEYOND,
+    ),
+    "overgenerate": Objective(
+        canvas.overgenerate,
+        ("overgenerate",),
+        ("label_smoothing", "fill_weight"),
+        _SLOTS,
+        fits=fitting.holds_end,
+        unfit=_LEFT_OUT,
+    ),
+    "mask_predict": Objective(
+        canvas.mask_predict,
+        ("mask_predict", "parallel"),
+        ("label_smoothing", "length_weight"),
+        _LENGTH,
+        fits=fitting.has_class,
+        unfit=_BEYOND,
+    ),
+    "ctc": Objective(
+        canvas.ctc,
+        ("ctc_greedy", "ctc_beam_search"),
+        (),
+        _SLOTS,
+        corruptions=("glancing",),
+        references=True,
+        fits=fitting.holds_blanks,
+        unfit=_LEFT_OUT,
+    ),
+}
+
+
+def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
+    """Return the loss that training minimises: (params, batch, key, step) -> sums.
+
+    Args:
+        model: from `build_model`.
+        vocabulary: the target's.
+        config: names the objective, its options and its corruption.
+    """
+    objective = OBJECTIVES[config.objective]
+    options = {name: getattr(config, name) for name in objective.options}
+
+    def loss(params: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+        corrupt = corruption_at(config, step)
+        return objective.loss(
+            model, params, batch, vocabulary, key=key, corrupt=corrupt, **options
+        )
+
+    return loss
+
+
+def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
+    """Return the loss without dropout, smoothing and corruption: (params, batch)."""
+    objective = OBJECTIVES[config.objective]
+    options = {name: getattr(config, name) for name in objective.options}
+    if "label_smoothing" in options:
+        options["label_smoothing"] = 0.0
+
+    def loss(params: PyTree, batch: Batch) -> Any:
+        return objective.loss(model, params, batch, vocabulary, key=None, **options)
+
+    return loss

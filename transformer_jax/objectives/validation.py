@@ -1,0 +1,294 @@
+"""What a configuration must not combine, said before any data is read."""
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from transformer_jax.attention.reach import first_edges
+from transformer_jax.config import Config, ConfigError, DecodeConfig, TrainConfig
+from transformer_jax.models import CANVASES, read_patterns
+from transformer_jax.objectives.table import OBJECTIVES, Objective
+from transformer_jax.patterns import causal
+
+# Strategy -> the settings that it reads, of those that not all read.
+_AUTOREGRESSIVE = ("min_length",)
+_CANDIDATES = ("length_beam", "rescorer")
+OPTIONS = {
+    "greedy": _AUTOREGRESSIVE,
+    "sample": (*_AUTOREGRESSIVE, "temperature", "top_k", "top_p", "seed"),
+    "beam_search": (*_AUTOREGRESSIVE, "beam_size", "penalty", "alpha"),
+    "parallel": ("min_length", *_CANDIDATES),
+    "overgenerate": ("min_length", *_CANDIDATES),
+    "mask_predict": ("min_length", *_CANDIDATES, "passes"),
+    "ctc_greedy": (),
+    "ctc_beam_search": ("beam_size", "rescorer"),
+}
+# What `decode.strategy` is where the objective shall say.
+AUTO = "auto"
+
+# Optimizer -> the settings that it reads, of those that not all read.
+OPTIMIZER_OPTIONS = {
+    "adamw": ("beta1", "beta2"),
+    "adafactor": (),
+    "sgd": ("momentum",),
+}
+
+
+def resolved(config: Config) -> Config:
+    """Return the configuration with the objective's own strategy in place of "auto".
+
+    Raises:
+        ConfigError: there is no such objective.
+    """
+    if config.decode.strategy != AUTO:
+        return config
+    strategy = _objective_of(config).strategies[0]
+    decode = dataclasses.replace(config.decode, strategy=strategy)
+    return dataclasses.replace(config, decode=decode)
+
+
+def validate(config: Config) -> None:
+    """Refuse impossible pairings.
+
+    Raises:
+        ConfigError: one sentence that names the fields and a remedy.
+    """
+    objective = _objective_of(config)
+    config = resolved(config)
+    if config.decode.strategy not in OPTIONS:
+        raise ConfigError(
+            f"decode.strategy must be one of {', '.join(OPTIONS)}, not "
+            f"{config.decode.strategy!r}"
+        )
+    if config.decode.strategy not in objective.strategies:
+        raise ConfigError(
+            f"decode.strategy {config.decode.strategy!r} cannot decode the objective "
+            f"{config.train.objective!r}: use {', '.join(objective.strategies)}"
+        )
+    _check_decoding(config.decode, objective)
+    _check_objective(config, objective)
+    if config.data.keep_raw and not config.data.distilled:
+        raise ConfigError(
+            "data.keep_raw does nothing without data.distilled: name a folder of "
+            "transformer-jax distill, or set it to False"
+        )
+    _check_optimizer(config.train)
+    _check_corruption(config.train, objective)
+    _check_canvas(config)
+    _check_lengths(config)
+    _check_attention(config)
+
+
+def _objective_of(config: Config) -> Objective:
+    """The row of OBJECTIVES that a configuration names."""
+    objective = OBJECTIVES.get(config.train.objective)
+    if objective is None:
+        raise ConfigError(
+            f"train.objective must be one of {', '.join(OBJECTIVES)}, not "
+            f"{config.train.objective!r}"
+        )
+    return objective
+
+
+def candidates(config: DecodeConfig) -> int | None:
+    """Return how many hypotheses a strategy has at most; None means any number."""
+    return {
+        "greedy": 1,
+        "ctc_greedy": 1,
+        "beam_search": config.beam_size,
+        "ctc_beam_search": config.beam_size,
+        "parallel": config.length_beam,
+        "overgenerate": config.length_beam,
+        "mask_predict": config.length_beam,
+    }.get(config.strategy)
+
+
+def check_nbest(config: DecodeConfig, nbest: int) -> None:
+    """Refuse more hypotheses than a strategy can give.
+
+    Raises:
+        ConfigError: one sentence that names the settings and a remedy.
+    """
+    most = candidates(config)
+    if most is None or nbest <= most:
+        return
+    for field in ("beam_size", "length_beam"):
+        if field in OPTIONS[config.strategy]:
+            raise ConfigError(
+                f"--nbest={nbest} is more than decode.{field}={most}: widen the beam"
+            )
+    others = "ctc_beam_search" if "ctc" in config.strategy else "beam_search or sample"
+    raise ConfigError(
+        f"--nbest={nbest} wants several hypotheses, but decode.strategy "
+        f"{config.strategy!r} has one: use {others}"
+    )
+
+
+def _check_decoding(config: DecodeConfig, objective: Objective) -> None:
+    """Refuse settings that do nothing, and a length that cannot be."""
+    read = OPTIONS[config.strategy]
+    idle = {name for names in OPTIONS.values() for name in names if name not in read}
+    for name, default in _changed(config, idle).items():
+        readers = [each for each in objective.strategies if name in OPTIONS[each]]
+        use = f"use decode.strategy={readers[0]}, or " if readers else ""
+        raise ConfigError(
+            f"decode.{name} does nothing with decode.strategy {config.strategy!r}: "
+            f"{use}set it to {default!r}"
+        )
+    if config.penalty == "none" and (idle := _changed(config, {"alpha"})):
+        raise ConfigError(
+            "decode.alpha does nothing with decode.penalty 'none': use average or "
+            f"gnmt, or set it to {idle['alpha']!r}"
+        )
+    if config.min_length >= config.max_length:
+        raise ConfigError(
+            f"decode.min_length={config.min_length} and an end do not fit in "
+            f"decode.max_length={config.max_length}: change one"
+        )
+
+
+def _check_objective(config: Config, objective: Objective) -> None:
+    """Refuse settings of other objectives."""
+    if config.data.references == "all" and not objective.references:
+        able = [name for name, row in OBJECTIVES.items() if row.references]
+        raise ConfigError(
+            f"data.references 'all' is not for train.objective "
+            f"{config.train.objective!r}: use each, or train {' or '.join(able)}"
+        )
+    rows = OBJECTIVES.values()
+    options = {name for row in rows for name in row.options} - {*objective.options}
+    shape = {name for row in rows for name in row.shape} - {*objective.shape}
+    for section, idle in (("train", options), ("model", shape)):
+        for name, default in _changed(getattr(config, section), idle).items():
+            raise ConfigError(
+                f"{section}.{name} does nothing with train.objective "
+                f"{config.train.objective!r}: set it to {default!r}"
+            )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Refuse settings of another optimiser."""
+    for optimizer, options in OPTIMIZER_OPTIONS.items():
+        idle = set(options) - set(OPTIMIZER_OPTIONS[config.optimizer])
+        for name, default in _changed(config, idle).items():
+            raise ConfigError(
+                f"train.{name} does nothing with train.optimizer {config.optimizer!r}: "
+                f"use train.optimizer={optimizer}, or set it to {default!r}"
+            )
+
+
+def _check_corruption(config: TrainConfig, objective: Objective) -> None:
+    """Refuse a corruption of other objectives, and settings that it does not use."""
+    possible = ("none", *objective.corruptions)
+    if config.corruption not in possible:
+        raise ConfigError(
+            f"train.corruption {config.corruption!r} is not for train.objective "
+            f"{config.objective!r}: use {' or '.join(possible)}"
+        )
+    schedule = {"keep_start", "keep_schedule", "keep_scale", "keep_floor"}
+    unused = {
+        "none": schedule | {"corruption_choice"},
+        "random_replacement": {"corruption_choice"},
+        "glancing": {"corruption_choice"},
+    }.get(config.corruption, set())
+    if config.keep_schedule == "constant":
+        unused = unused | {"keep_scale", "keep_start"}
+    for name, default in _changed(config, unused).items():
+        raise ConfigError(
+            f"train.{name} does nothing with train.corruption "
+            f"{config.corruption!r} and train.keep_schedule {config.keep_schedule!r}: "
+            f"choose others, or set it to {default!r}"
+        )
+
+
+def _check_canvas(config: Config) -> None:
+    """Refuse a canvas whose places cannot be told apart."""
+    model = config.model
+    if config.train.objective not in CANVASES:
+        return
+    added = ("sinusoidal", "learned", "one_hot")
+    inputs = model.decoder_inputs
+    alike = {
+        "mask": model.positions not in added,
+        "uniform_copy": model.positions == "none",
+    }
+    if alike.get(inputs):
+        raise ConfigError(
+            f"model.positions={model.positions} leaves the empty places of "
+            f"model.decoder_inputs={inputs} all alike: use "
+            f"{', '.join(added)} positions, or other decoder_inputs"
+        )
+
+
+def _changed(record: Any, names: Collection[str]) -> dict[str, Any]:
+    """Those of a record's fields that have not their defaults, with the defaults."""
+    return {
+        item.name: item.default
+        for item in dataclasses.fields(record)
+        if item.name in names and getattr(record, item.name) != item.default
+    }
+
+
+def _longest(config: Config) -> tuple[int, int]:
+    """The longest source and the longest target that a decoder sees."""
+    longest = config.data.bucket_lengths[-1]
+    source = max(longest, config.decode.max_source_length)
+    target = max(longest, config.decode.max_length)
+    canvas = CANVASES.get(config.train.objective)
+    if canvas is not None and not canvas.length:
+        target = config.model.upsample * source + config.model.extra_slots
+    return source, target
+
+
+def _check_attention(config: Config) -> None:
+    """Refuse patterns that do not parse, or leave a place of the longest nothing."""
+    source, target = _longest(config)
+    bidirectional = config.train.objective in CANVASES
+    sides = {
+        "encoder_attention": (source, source),
+        "decoder_attention": (target, target),
+        "cross_attention": (target, source),
+    }
+    for field, (rows, columns) in sides.items():
+        for pattern in read_patterns(config.model, field):
+            if field == "decoder_attention":
+                if bidirectional and pattern.is_causal:
+                    raise ConfigError(
+                        f"model.{field} {str(pattern)!r} is causal, but the decoder "
+                        f"of train.objective {config.train.objective!r} reads both "
+                        "sides of a place: leave causal() out"
+                    )
+                pattern = pattern if bidirectional else pattern & causal()
+            heads = range(pattern.heads or 1)
+            # A head may be silent at a place where another is not.
+            of_heads = (
+                first_edges(pattern.of_head(n), rows, columns, 0) for n in heads
+            )
+            first = functools.reduce(np.minimum, (keys for keys, _ in of_heads))
+            if (dead := np.flatnonzero(first == columns)).size:
+                raise ConfigError(
+                    f"model.{field} {str(pattern)!r} leaves place {dead[0]} nothing to "
+                    "attend: join another pattern to it by |"
+                )
+
+
+def _check_lengths(config: Config) -> None:
+    """Refuse sequences longer than a table of positions."""
+    longest = config.model.longest
+    lengths = {
+        "data.bucket_lengths": config.data.bucket_lengths[-1],
+        "decode.max_length": config.decode.max_length,
+        "decode.max_source_length": config.decode.max_source_length,
+        "the canvas of model.upsample and model.extra_slots": _longest(config)[1],
+    }
+    for name, length in lengths.items():
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"{name} goes to {length}, but model.positions="
+                f"{config.model.positions} ends at model.max_positions={longest}: "
+                "raise model.max_positions, or use positions without an end, such as "
+                "sinusoidal"
+            )
