@@ -14,7 +14,7 @@ from tiny import TINY
 
 from transformer_jax import generation
 from transformer_jax.config import DecodeConfig, ParallelConfig
-from transformer_jax.decoding import STRATEGIES, Status
+from transformer_jax.decoding import PIECES, Status
 from transformer_jax.generation import Generator, make_step_fn
 from transformer_jax.models import build_model
 from transformer_jax.sharding import make_mesh, replicated
@@ -76,21 +76,21 @@ def test_steps_give_the_logits_of_the_model_without_symbols_that_are_no_output(p
         np.testing.assert_allclose(logits, whole[:, place], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-class TestEveryStrategy:
+@pytest.mark.parametrize("strategy", PIECES)
+class TestEveryStrategyInPieces:
     def test_rows_that_leave_change_nothing(self, strategy, params, monkeypatch):
         batch = (*batch_of(ROWS), np.arange(ROWS, dtype=np.int32))
         nbest = 2 if strategy == "sample" else 1
         monkeypatch.setattr(Generator, "_pays", lambda *_: False)
         whole = generator(params, strategy, nbest=nbest, devices=8)
         wanted = whole(*batch)
-        assert whole.compilations == 2
+        assert whole.executables.compilations == 2
         assert min(whole._lost.values()) > 0, "what larger batches cost is not counted"
         assert len({*np.asarray(wanted.lengths)[:, 0]}) > 3, "all end together"
         monkeypatch.setattr(Generator, "_pays", lambda *_: True)
         shrinking = generator(params, strategy, nbest=nbest, devices=8)
         found = shrinking(*batch)
-        assert shrinking.compilations > 2, "no row left"
+        assert shrinking.executables.compilations > 2, "no row left"
         assert found.tokens.shape == (ROWS, nbest, PLACES)
         np.testing.assert_allclose(found.scores, wanted.scores, rtol=1e-4)
         for name in ("tokens", "lengths", "status"):
@@ -141,7 +141,7 @@ def test_samples_of_a_source_come_best_first(params):
 
 def test_a_smaller_shape_is_compiled_once_its_lack_has_cost_as_much(params):
     made = generator(params, "greedy")
-    made.compilations, made.compile_seconds = 4, 6.0
+    made.executables.compilations, made.executables.compile_seconds = 4, 6.0
     made._lost[32, 8, LENGTH] = 2.9
     assert not made._pays(32, 8, LENGTH)
     made._lost[32, 8, LENGTH] += 0.2

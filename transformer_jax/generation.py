@@ -25,14 +25,12 @@ from transformer_jax.decoding import (
     take_rows,
     with_min_length,
 )
+from transformer_jax.executables import Executables
 from transformer_jax.models import Memory, Seq2Seq
-from transformer_jax.sharding import batch_sharding, replicated
 from transformer_jax.types import PyTree
 
 # Steps between two looks at what has finished.
 SEGMENT = 4
-# Batches have few shapes: powers of two times this many rows, up to `decode.rows`.
-FEWEST_ROWS = 8
 
 
 def make_step_fn(
@@ -84,8 +82,7 @@ class Generator:
 
     Attributes:
         params: the parameters.
-        compilations: executables made so far.
-        compile_seconds: time spent on making them.
+        executables: what it has compiled.
     """
 
     def __init__(
@@ -110,25 +107,19 @@ class Generator:
             nbest: hypotheses a source.
             forbidden: ids that no output may hold.
         """
-        self._model, self.params, self._mesh = model, params, mesh
+        self._model, self.params = model, params
+        self.executables = Executables(mesh)
         self._config, self._vocabulary = config, vocabulary
         self._forbidden = forbidden
         self._search = make_search(config, vocabulary, nbest)
         # Samples of one source are rows of their own; those of a beam share one.
         self._draws = nbest if config.strategy == "sample" else 1
-        self._executables: dict[Any, Callable] = {}
         # Seconds that a smaller shape would have saved so far.
         self._lost: Counter[tuple[int, int, int]] = Counter()
-        self.compilations, self.compile_seconds = 0, 0.0
 
     def rows(self, wanted: int) -> int:
         """Return the rows of the smallest batch for `wanted`, or of the largest."""
-        devices = self._mesh.shape["data"]
-        most = self._config.rows
-        rows = min(FEWEST_ROWS, most)
-        while rows < min(wanted, most):
-            rows = min(2 * rows, most)
-        return -(-rows // devices) * devices
+        return self.executables.rows(wanted, self._config.rows)
 
     def __call__(
         self, source: np.ndarray, lengths: np.ndarray, numbers: np.ndarray
@@ -140,18 +131,18 @@ class Generator:
             lengths: int32 `[B]`, at least 1.
             numbers: int32 `[B]`, what a sample's draws depend on besides the seed.
         """
-        batch = jax.device_put((source, lengths, numbers), batch_sharding(self._mesh))
+        batch = self.executables.put(source, lengths, numbers)
         memory, state = self._call(self._begin, *batch)
         places, found = np.arange(len(source)), None
         limit, length = self._config.max_length, source.shape[1]
         for until in range(SEGMENT, limit + SEGMENT, SEGMENT):
             # Less what compiling takes: a smaller batch would not save that.
-            began = time.perf_counter() - self.compile_seconds
+            began = time.perf_counter() - self.executables.compile_seconds
             state, active, now = self._call(
                 self._segment, memory, state, np.int32(until)
             )
             active = np.asarray(active)
-            seconds = time.perf_counter() - self.compile_seconds - began
+            seconds = time.perf_counter() - self.executables.compile_seconds - began
             if until >= limit or not active.any():
                 break
             before, after = len(active), self.rows(active.sum())
@@ -171,30 +162,13 @@ class Generator:
         They do once the time lost by not doing so exceeds what compiling two programs
         takes: no more than twice the time of knowing beforehand is lost.
         """
-        price = 2 * self.compile_seconds / self.compilations
+        price = 2 * self.executables.compile_seconds / self.executables.compilations
         return self._lost[before, after, length] > price
 
     def _call(self, piece: Callable, *arguments: Any) -> Any:
-        """Run a piece, compiled once for every shape; a segment's state is donated."""
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
-        if (piece, shapes) not in self._executables:
-            began = time.perf_counter()
-            results = jax.eval_shape(piece, self.params, *arguments)
-            jitted = jax.jit(
-                piece,
-                out_shardings=self._shardings(results),
-                donate_argnums=(2,) if piece == self._segment else (),
-            )
-            lowered = jitted.lower(self.params, *arguments)
-            self._executables[piece, shapes] = lowered.compile()
-            self.compilations += 1
-            self.compile_seconds += time.perf_counter() - began
-        return self._executables[piece, shapes](self.params, *arguments)
-
-    def _shardings(self, tree: PyTree) -> PyTree:
-        """Rows over the devices; what has no rows on all of them."""
-        rows, whole = batch_sharding(self._mesh), replicated(self._mesh)
-        return jax.tree.map(lambda leaf: rows if leaf.ndim else whole, tree)
+        """Run a piece; a segment's state is donated."""
+        donate = (2,) if piece == self._segment else ()
+        return self.executables.call(piece, self.params, *arguments, donate=donate)
 
     def _begin(
         self, params: PyTree, source: jax.Array, lengths: jax.Array, numbers: jax.Array

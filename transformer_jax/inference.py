@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,8 +11,10 @@ from transformer_jax.config import ConfigError, DecodeConfig
 from transformer_jax.data import InvalidText, Vocabulary
 from transformer_jax.decoding import Hypotheses, Status
 from transformer_jax.generation import Generator
+from transformer_jax.models import CANVASES
 from transformer_jax.objectives import check_nbest
-from transformer_jax.runs import Run
+from transformer_jax.parallel_generation import ParallelGenerator, Rescorer
+from transformer_jax.runs import Run, open_run
 from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import abstract_params
 from transformer_jax.types import PyTree
@@ -66,7 +68,7 @@ class TrainedModel:
 
     run: Run
     step: int
-    generator: Generator
+    generator: Generator | ParallelGenerator
 
     @property
     def config(self) -> DecodeConfig:
@@ -151,9 +153,9 @@ class TrainedModel:
         )
         reason = {
             Status.UNFINISHED: f"no end within decode.max_length="
-            f"{self.config.max_length}",
+            f"{self.config.max_length}, or within its canvas",
             Status.EMPTY: "the model's output is empty",
-            Status.INFEASIBLE: "the model gives no finite probability",
+            Status.INFEASIBLE: "the model has no output of finite probability",
         }.get(hypotheses[0].status, "")
         return Output(hypotheses, reason)
 
@@ -185,23 +187,59 @@ def load_model(
     vocabulary = run.target_tokenizer.vocabulary
     forbidden = _ids(vocabulary, config.forbidden)
     mesh = make_mesh(run.config.parallel)
+    step, params = _restored(run, step, mesh)
+    options: dict[str, Any] = {"nbest": nbest, "forbidden": forbidden}
+    kind = Generator
+    if run.config.train.objective in CANVASES:
+        kind = ParallelGenerator
+        options["canvas_lengths"] = run.config.data.bucket_lengths
+        if config.rescorer:
+            options["rescorer"] = _rescorer(run, mesh)
+    generator = kind(run.model(), params, config, vocabulary, mesh, **options)
+    return TrainedModel(run, step, generator)
+
+
+def _restored(run: Run, step: int | str | None, mesh: Any) -> tuple[int, PyTree]:
+    """Read a step of a run: its number and its parameters, on every device."""
     wanted = abstract_params(run.model(), mesh)
     checkpoints = run.checkpoints(read_only=True)
     if isinstance(step, int) and step not in (steps := checkpoints.steps()):
         raise ConfigError(f"{run.workdir} has no step {step}: it has {steps}")
-    part = "ema" if config.use_ema else "params"
+    part = "ema" if run.config.decode.use_ema else "params"
     restored = checkpoints.restore_params(wanted, step=step, part=part)
     run.require_vocabulary_of(restored)
-    generator = Generator(
-        run.model(),
-        jax.device_put(restored.state, replicated(mesh)),
-        config,
-        vocabulary,
-        mesh,
-        nbest=nbest,
-        forbidden=forbidden,
-    )
-    return TrainedModel(run, restored.step, generator)
+    return restored.step, jax.device_put(restored.state, replicated(mesh))
+
+
+def _rescorer(run: Run, mesh: Any) -> Rescorer:
+    """Read the model that chooses among candidates, at its best step."""
+    name = run.config.decode.rescorer
+    try:
+        other = open_run(name)
+    except ConfigError as error:
+        raise ConfigError(f"decode.rescorer: {error}") from error
+    if other.config.train.objective != "autoregressive":
+        raise ConfigError(
+            f"decode.rescorer {name} is of train.objective "
+            f"{other.config.train.objective!r}: name an autoregressive model"
+        )
+    if other.vocabulary_hash != run.vocabulary_hash:
+        raise ConfigError(
+            f"decode.rescorer {name} has other vocabularies than {run.workdir}: name a "
+            "model that was trained with the same ones"
+        )
+    # BOS stands before an output, or END behind it.
+    decode, most = run.config.decode, other.config.model.longest
+    needed = max(decode.max_length + 1, decode.max_source_length)
+    if most is not None and needed > most:
+        raise ConfigError(
+            f"decode.rescorer {name} has model.max_positions={most}, but "
+            f"decode.max_length={decode.max_length}, with an end, and "
+            f"decode.max_source_length={decode.max_source_length} need {needed}: lower "
+            "these, or name a model of more positions"
+        )
+    _, params = _restored(other, "best", mesh)
+    return Rescorer(other.model(), params, other.target_tokenizer.vocabulary)
 
 
 def _ids(vocabulary: Vocabulary, symbols: Sequence[str]) -> list[int]:

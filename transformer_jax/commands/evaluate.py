@@ -21,10 +21,11 @@ from transformer_jax.commands.flags import (
     read_checkpoint,
     read_settings,
 )
-from transformer_jax.data import Example, data_directory
+from transformer_jax.data import Example
 from transformer_jax.inference import Output, load_model
 from transformer_jax.metrics import ErrorRates
 from transformer_jax.runs import open_run
+from transformer_jax.splits import read_examples
 
 SPLITS = ("train", "validation", "test")
 CHUNK = 4096
@@ -50,15 +51,15 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     """Evaluate; return the metrics."""
     opened = open_run(values.workdir, read_settings(values))
     trained = load_model(opened, step=read_checkpoint(values))
-    directory = data_directory(opened.config.data.directory)
-    examples = opened.source.examples(str(directory), values.split)
+    compiled = trained.generator.executables
+    examples = read_examples(opened.config, values.split)
     began = time.perf_counter()
     outputs: list[Output] = []
     for start in range(0, len(examples), CHUNK):
         part = examples[start : start + CHUNK]
         outputs += trained.decode([example.source for example in part], first=start)
         print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
-    seconds = time.perf_counter() - began - trained.generator.compile_seconds
+    seconds = time.perf_counter() - began - compiled.compile_seconds
     symbols = sum(len(output.text.split()) + 1 for output in outputs)
     rates = ErrorRates()
     for example, output in zip(examples, outputs, strict=True):
@@ -71,8 +72,8 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         "step": trained.step,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(symbols / seconds),
-        "compilations": trained.generator.compilations,
-        "compile_seconds": round(trained.generator.compile_seconds, 1),
+        "compilations": compiled.compilations,
+        "compile_seconds": round(compiled.compile_seconds, 1),
     }
 
 

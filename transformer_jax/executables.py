@@ -1,0 +1,71 @@
+"""Functions of parameters and rows, compiled once for every shape."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from transformer_jax.sharding import batch_sharding, replicated
+from transformer_jax.types import PyTree
+
+
+class Executables:
+    """Compiles functions `(params, *arguments)` ahead of time, and counts that.
+
+    What they return is spread over the devices by rows; what has no rows is on all.
+
+    Attributes:
+        compilations: executables made so far.
+        compile_seconds: time spent on making them.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self.mesh = mesh
+        self.compilations, self.compile_seconds = 0, 0.0
+        self._made: dict[Any, Callable] = {}
+
+    def rows(self, wanted: int, most: int, fewest: int = 8) -> int:
+        """Return the rows of the smallest batch for `wanted`, or of the largest.
+
+        Batches have few shapes: powers of two times `fewest`, up to `most`.
+        """
+        devices = self.mesh.shape["data"]
+        rows = min(fewest, most)
+        while rows < min(wanted, most):
+            rows = min(2 * rows, most)
+        return -(-rows // devices) * devices
+
+    def put(self, *rows: Any) -> Any:
+        """Lay arrays of rows over the devices."""
+        return jax.device_put(rows, batch_sharding(self.mesh))
+
+    def call(
+        self,
+        piece: Callable,
+        params: PyTree,
+        *arguments: Any,
+        donate: tuple[int, ...] = (),
+        **static: Any,
+    ) -> Any:
+        """Run a piece, compiled once for every shape and every static argument."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
+        key = piece, shapes, tuple(sorted(static.items()))
+        if key not in self._made:
+            began = time.perf_counter()
+
+            def run(params: PyTree, *arguments: Any) -> Any:
+                return piece(params, *arguments, **static)
+
+            results = jax.eval_shape(run, params, *arguments)
+            jitted = jax.jit(
+                run, out_shardings=self._shardings(results), donate_argnums=donate
+            )
+            self._made[key] = jitted.lower(params, *arguments).compile()
+            self.compilations += 1
+            self.compile_seconds += time.perf_counter() - began
+        return self._made[key](params, *arguments)
+
+    def _shardings(self, tree: PyTree) -> PyTree:
+        rows, whole = batch_sharding(self.mesh), replicated(self.mesh)
+        return jax.tree.map(lambda leaf: rows if leaf.ndim else whole, tree)
