@@ -3,12 +3,14 @@
 import contextlib
 import json
 import time
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import call
+from trees import named
 
 from transformer_jax.benchmarks import (
     attention,
@@ -19,6 +21,7 @@ from transformer_jax.benchmarks import (
     timing,
     train,
 )
+from transformer_jax.benchmarks.canvas import CANVAS_SYSTEMS, CanvasDecoder
 from transformer_jax.config import ConfigError
 from transformer_jax.models import build_model
 
@@ -180,6 +183,45 @@ def test_bench_decode(monkeypatch):
             assert 1 <= result["mean_length"] < 9
         assert result["parameters"] > 29 * 16
     assert called.err.count("fixed") == 4
+
+
+def test_models_that_write_all_at_once_are_measured_beside():
+    names = ["jax-mask_predict", "jax-ctc"]
+    flags = [*FLAGS, "--depths=1-1", "--batches=3", "--largest=3", "--beam=2"]
+    systems = f"--systems={','.join(['jax', *names])}"
+    called = call("bench", "decode", *flags, systems, "--passes=2")
+    assert called.code == 0, called.err
+    found = json.loads(called.out)
+    # Fixed lengths alone, with one candidate and with two; ours with natural ones, too.
+    counts = Counter(result["system"] for result in found["results"])
+    assert counts == dict.fromkeys(names, 4) | {"jax": 8}
+    for result in found["results"]:
+        beside = result["system"] != "jax"
+        assert ("speedup" in result) == beside
+        assert "same_outputs" not in result
+        if result["lengths"] == "fixed":
+            assert result["mean_length"] == 9
+    assert found["compilations"]["count"] == 2 * (1 + len(names))
+
+
+@pytest.mark.parametrize("system", CANVAS_SYSTEMS)
+def test_canvas_models_have_the_weights_of_the_others(system):
+    settings = decode.Settings(**SMALL)
+    config = settings.model_config(1, 1)
+    params = shape.draw_params(config, settings.symbols(), 0)
+    decoder = CanvasDecoder(system, config, params, settings, passes=1)
+    mine, theirs = named(decoder.params), named(params)
+    assert theirs.keys() <= mine.keys()
+    for name, leaf in theirs.items():
+        np.testing.assert_array_equal(mine[name][: len(leaf)], leaf)
+    sources = shape.draw_sources(settings, 2, 0, varied=False)
+    prepared = decoder.prepare(sources, 1, natural=False)
+    rows = prepared.outputs(prepared.call())
+    lengths = {len(row) for row in rows}
+    if system == "jax-ctc":
+        assert max(lengths) <= decoder.model.slots(settings.source_length) == 14
+    else:
+        assert lengths == {settings.target_length}
 
 
 def test_bench_train(monkeypatch):

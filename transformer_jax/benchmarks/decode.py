@@ -1,6 +1,8 @@
 """Decoding speed, beside `transformers` and CTranslate2 with the same weights.
 
-Every system decodes the same sources in turn (`timing.interleaved`). Lengths are fixed
+Ours are autoregressive, and those that write all places at once (`jax-ctc`, ...); for
+these a beam is several lengths, ends, or prefixes, and lengths are always fixed. Every
+system decodes the same sources in turn (`timing.interleaved`). Lengths are fixed
 (END forbidden: all write `target_length` tokens) or natural: END comes where weights
 that are fitted for it say, at about three quarters of the source's length.
 """
@@ -14,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from transformer_jax.benchmarks import peers, timing
+from transformer_jax.benchmarks.canvas import CANVAS_SYSTEMS, CanvasDecoder
 from transformer_jax.benchmarks.lengths import fit_end
 from transformer_jax.benchmarks.marian import make_marian
 from transformer_jax.benchmarks.ours import JaxDecoder
@@ -46,7 +49,10 @@ SHARE = 0.75
 class Settings(Shape):
     """What `bench decode` measures."""
 
-    SYSTEMS: ClassVar = ("jax", "transformers", "ctranslate2", "ctranslate2-int8")
+    SYSTEMS: ClassVar = (
+        *("jax", "transformers", "ctranslate2", "ctranslate2-int8"),
+        *CANVAS_SYSTEMS,
+    )
 
     depths: tuple[str, ...] = setting(("6-6", "12-1"), "Encoder-decoder layers.")
     batches: tuple[int, ...] = setting((1, 8, 32), "Batch sizes.")
@@ -58,6 +64,7 @@ class Settings(Shape):
         LENGTHS, "fixed, natural or both.", choices=LENGTHS
     )
     systems: tuple[str, ...] = setting(SYSTEMS, "Who is measured.", choices=SYSTEMS)
+    passes: int = setting(10, "Passes of jax-mask_predict.")
     seconds: float = setting(1.0, "A turn repeats its call for this long.", low=0)
 
     def __post_init__(self) -> None:
@@ -108,9 +115,9 @@ class Bench:
         self._ours[depth] = ours
         model = None
         for name in self._names:
-            if name != "jax" and model is None:
+            if peers.PACKAGES[name] and model is None:
                 model = self._marian(config, ours)
-            self._systems[depth, name] = self._system(name, ours, model)
+            self._systems[depth, name] = self._system(name, config, ours, model)
 
     def _fit_lengths(self, ours: JaxDecoder, config: ModelConfig) -> None:
         """Make outputs end, on sources that are not measured."""
@@ -137,10 +144,15 @@ class Bench:
             never=(symbols.pad_id, symbols.unk_id),
         )
 
-    def _system(self, name: str, ours: JaxDecoder, model: Any) -> Any:
+    def _system(
+        self, name: str, config: ModelConfig, ours: JaxDecoder, model: Any
+    ) -> Any:
         length = self._settings.target_length
         if name == "jax":
             return ours
+        if name in CANVAS_SYSTEMS:
+            settings = self._settings
+            return CanvasDecoder(name, config, ours.params, settings, settings.passes)
         if name == "transformers":
             symbols = self._settings.symbols()
             return peers.TransformersDecoder(model, symbols, length)
@@ -161,9 +173,13 @@ class Bench:
                 for batch in (*settings.batches, None):
                     yield Case(lengths, beam_size, batch)
 
-    def _written(self, output: list[int]) -> int:
-        """Tokens that were decoded for an output, END counted where it came."""
-        return min(len(output) + 1, self._settings.target_length)
+    def _written(self, name: str, output: list[int]) -> int:
+        """Tokens that were decoded for an output, END counted where it came.
+
+        A canvas has `target_length`, whatever CTC merges.
+        """
+        length = self._settings.target_length
+        return length if name in CANVAS_SYSTEMS else min(len(output) + 1, length)
 
     def largest_batch(self, key: Key, case: Case) -> int:
         """Climb while a larger batch raises the throughput and fits in memory."""
@@ -178,7 +194,8 @@ class Bench:
             except (MemoryError, RuntimeError) as error:
                 say(f"batch {batch} of {' '.join(key)}: {one_line(error)}")
                 break
-            rate = sum(map(self._written, decoding.outputs(result))) / seconds
+            outputs = decoding.outputs(result)
+            rate = sum(self._written(key[1], row) for row in outputs) / seconds
             if rate < WORTH * best_rate:
                 break
             best, best_rate = batch, rate
@@ -186,38 +203,40 @@ class Bench:
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Measure one case; return one result a system and depth."""
-        batches = {
-            key: case.batch or self.largest_batch(key, case) for key in self._systems
-        }
-        outputs: dict[Key, list] = {key: [] for key in self._systems}
+        systems = [
+            key
+            for key in self._systems
+            if case.lengths == "fixed" or key[1] not in CANVAS_SYSTEMS
+        ]
+        batches = {key: case.batch or self.largest_batch(key, case) for key in systems}
+        outputs: dict[Key, list] = {key: [] for key in systems}
 
         def job(key: Key, number: int) -> timing.Job:
             decoding = self.prepare(key, case, batches[key], number)
 
             def count(result: Any) -> int:
                 outputs[key].append(decoding.outputs(result))
-                return sum(map(self._written, outputs[key][-1]))
+                return sum(self._written(key[1], row) for row in outputs[key][-1])
 
             return timing.Job(decoding.call, count)
 
-        for key in self._systems:
+        for key in systems:
             job(key, 0).call()  # Compiles, and fills caches.
         measured = timing.interleaved(
-            {key: functools.partial(job, key) for key in self._systems},
+            {key: functools.partial(job, key) for key in systems},
             rounds=self._settings.rounds,
             seconds=self._settings.seconds,
             pause=self._settings.pause,
         )
         return [
-            self._result(key, case, batches[key], measured, outputs)
-            for key in self._systems
+            self._result(key, case, batches[key], measured, outputs) for key in systems
         ]
 
     def _result(
         self, key: Key, case: Case, batch: int, measured: dict, outputs: dict
     ) -> dict[str, Any]:
         depth, name = key
-        lengths = [self._written(row) for rows in outputs[key] for row in rows]
+        lengths = [self._written(name, row) for rows in outputs[key] for row in rows]
         result = {
             "lengths": case.lengths,
             "strategy": case.strategy,
@@ -231,13 +250,19 @@ class Bench:
         }
         ours = (depth, "jax")
         if name != "jax" and ours in measured:
-            result["same_outputs"] = _same(outputs[key], outputs[ours])
+            if name not in CANVAS_SYSTEMS:
+                result["same_outputs"] = _same(outputs[key], outputs[ours])
             result["speedup"] = timing.ratio(measured[ours], measured[key])
         return result
 
     def compilations(self) -> dict[str, Any]:
         """Return how often ours was compiled, and for how long in all."""
-        seconds = [s for ours in self._ours.values() for s in ours.compile_seconds]
+        seconds = [
+            s
+            for (_, name), system in self._systems.items()
+            if not peers.PACKAGES[name]
+            for s in system.compile_seconds
+        ]
         return {"count": len(seconds), "seconds": round(sum(seconds), 2)}
 
 

@@ -46,9 +46,7 @@ class JaxDecoder:
         bias = jnp.float32(self.end_bias if natural else -jnp.inf)
         arguments = jax.device_put((self.params, *sources, bias))
         compiled = self._program(beam_size, arguments)
-        return Decoding(
-            lambda: jax.block_until_ready(compiled(*arguments)), self._outputs
-        )
+        return Decoding(lambda: jax.block_until_ready(compiled(*arguments)), best_rows)
 
     def _program(self, beam_size: int, arguments: tuple) -> Any:
         shape = (beam_size, arguments[1].shape)
@@ -93,12 +91,14 @@ class JaxDecoder:
             pad_id=symbols.pad_id,
         )
 
-    def _outputs(self, found: Hypotheses) -> list[list[int]]:
-        tokens, lengths = np.asarray(found.tokens), np.asarray(found.lengths)
-        return [
-            row[:length].tolist()
-            for row, length in zip(tokens[:, 0], lengths[:, 0], strict=True)
-        ]
+
+def best_rows(found: Hypotheses) -> list[list[int]]:
+    """Return the tokens of each row's best hypothesis."""
+    tokens, lengths = np.asarray(found.tokens), np.asarray(found.lengths)
+    return [
+        row[:length].tolist()
+        for row, length in zip(tokens[:, 0], lengths[:, 0], strict=True)
+    ]
 
 
 class JaxTrainer:

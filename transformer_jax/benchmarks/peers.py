@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from transformer_jax.benchmarks.canvas import CANVAS_SYSTEMS
 from transformer_jax.benchmarks.marian import NEVER
 from transformer_jax.benchmarks.report import cores
 from transformer_jax.benchmarks.shape import Sources, Symbols
@@ -21,6 +22,7 @@ from transformer_jax.config import remedy
 
 PACKAGES = {
     "jax": (),
+    **dict.fromkeys(CANVAS_SYSTEMS, ()),
     "transformers": ("torch", "transformers"),
     "ctranslate2": ("torch", "transformers", "ctranslate2"),
     "ctranslate2-int8": ("torch", "transformers", "ctranslate2"),

@@ -1,0 +1,42 @@
+"""CMUdict, all phones at once on slots with blanks (CTC); `:glancing` too.
+
+Paper: Libovicky and Helcl 2018, "End-to-End Non-Autoregressive Neural Machine
+Translation with Connectionist Temporal Classification"; with glancing Gu and Kong 2021,
+"Fully Non-autoregressive Neural Machine Translation: Tricks of the Trade".
+Hardware: 2 CPU cores, 10 minutes of training.
+Expected: 34.4 % WER, 7.8 % PER without stress on the 12,606 test words, greedy; 34.3 %
+and 7.7 % with a beam of 4. With glancing: not measured yet.
+Command: transformer-jax train --config=configs/cmudict_ctc.py --workdir=runs/ctc
+    transformer-jax evaluate --workdir=runs/ctc \
+        --config.decode.strategy=ctc_beam_search
+"""
+
+import pathlib
+import runpy
+
+import ml_collections
+
+VARIANTS = ("", "glancing")
+_MAIN = pathlib.Path(__file__).with_name("cmudict.py")
+
+
+def get_config(variant: str = "") -> ml_collections.ConfigDict:
+    """Return the main job's settings with another objective.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"cmudict_ctc.py has no variant {variant!r}: glancing")
+    config = runpy.run_path(str(_MAIN))["get_config"]()
+    config.train.objective = "ctc"
+    # Two slots a letter: 45 of 114,669 training pairs have no room, 3 slots cost more.
+    config.model.upsample = 2
+    config.train.steps = 4000
+    if variant == "glancing":
+        config.train.steps = 3000
+        config.train.corruption = "glancing"
+        config.train.keep_start = 0.5
+        config.train.keep_floor = 0.3
+        config.train.keep_scale = 10000
+    return config
