@@ -226,6 +226,10 @@ def test_overgenerate_scores_are_those_of_the_symbols_and_of_the_end():
             score += said[row, length, Vocabulary.end_id]
         np.testing.assert_allclose(found.scores[row, place], score, rtol=1e-4)
     assert statuses == {Status.OK, Status.UNFINISHED, Status.ABSENT}
+    for row, length in enumerate(lengths):
+        best = said[row, : min(2 * length, PLACES)].argmax(1)
+        endless = (best != Vocabulary.end_id).all()
+        assert endless == (Status.UNFINISHED in found.status[row])
 
 
 @pytest.mark.parametrize("strategy", ["ctc_greedy", "ctc_beam_search"])

@@ -37,8 +37,8 @@ def teacher_forcing(batch: Batch, vocabulary: Any) -> DecoderInputs:
     last = lengths.reshape(-1, 1)
     inputs = jnp.roll(target, 1, axis=1).at[:, 0].set(vocabulary.bos_id)
     labels = jnp.where(place == last, vocabulary.end_id, target)
-    # A reference that does not exist has the length -1.
-    weights = jnp.where((place <= last) & (last >= 0), weight, 0.0)
+    # A reference that does not exist has the length -1: not even its END counts.
+    weights = jnp.where(place <= last, weight, 0.0)
     return DecoderInputs(inputs, labels, weights)
 
 
