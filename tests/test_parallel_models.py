@@ -222,6 +222,21 @@ def test_pooled_lengths_are_told_by_the_mean_of_the_memory():
         assert_same(encoded.length_logits[row], mean @ kernel)
 
 
+def test_other_lengths_are_told_by_the_first_extra_token():
+    built = build(**VARIANTS["sparse"])
+
+    @jax.jit
+    def first(params):
+        def read(model):
+            features = model.source_frontend(SOURCE)
+            return model.encoder.with_extra(features, LENGTHS)[0][:, 0]
+
+        return built.model.apply({"params": params}, method=read)
+
+    kernel = built.params["length_output"]["kernel"]
+    assert_same(built.said()[0].length_logits, first(built.params) @ kernel)
+
+
 def test_a_length_token_reads_the_whole_source():
     """Even where the symbols themselves see but their neighbours."""
     built = build(**VARIANTS["sparse"])
