@@ -272,7 +272,8 @@ class DecodeConfig(_Checked):
     # Decode with the moving average of the parameters (`train.ema_decay`). The best
     # checkpoint is still the one whose plain parameters have the lowest loss.
     use_ema: bool = False
-    # Longest output, END counted. The cache is that long, so its size has an end.
+    # Longest output; END is counted where the strategy writes one. The cache is that
+    # long, so its size has an end.
     max_length: int = _field(32, low=1, high=2**16)
     # Longest source; a longer one is refused as INVALID.
     max_source_length: int = _field(32, low=1, high=2**16)

@@ -10,7 +10,8 @@ reason` goes to standard error, where a JSON summary comes last.
 
 With --nbest above 1, or with --scores, each output line is JSON: status, reason if
 something is wrong, and hypotheses, best first: text, score, status. A score is a
-log-probability, END included, divided by the length penalty in beam search.
+log-probability, END included where there is one, divided by the length penalty in beam
+search; of mask_predict it is the mean over the symbols.
 """
 
 import codecs
