@@ -263,7 +263,7 @@ def test_another_model_chooses_among_the_candidates(monkeypatch):
     made, plain = decoded("parallel")
     other = build_model(CONFIG)
     params = drawn(other, *sources(2), sources(2)[0], scale=0.5, seed=4)
-    monkeypatch.setattr(made, "_rescorer", Rescorer(other, params, Vocabulary))
+    monkeypatch.setattr(made, "rescorer", Rescorer(other, params, Vocabulary))
     found = made(*sources(ROWS), np.arange(ROWS))
     ids, lengths = (np.repeat(array, 3, axis=0) for array in sources(ROWS))
     tokens = found.tokens.reshape(3 * ROWS, -1)

@@ -80,6 +80,12 @@ class TrainedModel:
         """Its parameters."""
         return self.generator.params
 
+    @property
+    def rescorer(self) -> Rescorer | None:
+        """The model that chooses among candidates, if there is one."""
+        parallel = isinstance(self.generator, ParallelGenerator)
+        return self.generator.rescorer if parallel else None
+
     def decode(self, texts: Sequence[str], *, first: int = 0) -> list[Output]:
         """Return one output for each text, in order, decoded in batches of one length.
 

@@ -72,6 +72,7 @@ class ParallelGenerator:
     Attributes:
         params: the parameters.
         executables: what it has compiled.
+        rescorer: chooses among the candidates, or None.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ParallelGenerator:
         """
         self._model, self.params = model, params
         self._config, self._vocabulary = config, vocabulary
-        self._nbest, self._rescorer = nbest, rescorer
+        self._nbest, self.rescorer = nbest, rescorer
         ids = [getattr(vocabulary, f"{name}_id") for name in NEVER]
         if config.strategy != "overgenerate":
             ids.append(vocabulary.end_id)
@@ -138,8 +139,8 @@ class ParallelGenerator:
             found = call(write, self.params, encoded, sizes, scores, size=size)
         else:
             found = call(self._fill, self.params, *batch)
-        if self._rescorer is not None:
-            found = call(self._rescorer, self._rescorer.params, *batch, found)
+        if self.rescorer is not None:
+            found = call(self.rescorer, self.rescorer.params, *batch, found)
         return Hypotheses(*(np.asarray(field)[:, : self._nbest] for field in found))
 
     def decode(

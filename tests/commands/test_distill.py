@@ -77,6 +77,7 @@ def test_lines_are_what_decode_gives_in_order(trained, finished):
     assert manifest["filters"] == {"max_ratio": 1.2}
     assert manifest["decode"]["strategy"] == "greedy"
     assert manifest["teacher"]["step"] == json.loads(trained[1].out)["best_step"]
+    assert manifest["rescorer"] is None
     data = (folder / "outputs.txt").read_bytes()
     assert manifest["outputs_sha256"] == hashlib.sha256(data).hexdigest()
     assert {path.name for path in folder.iterdir()} == {"outputs.txt", "manifest.json"}

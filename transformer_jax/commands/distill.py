@@ -103,6 +103,8 @@ def _manifest(trained: TrainedModel, max_ratio: float, lines: int) -> dict[str, 
             "params": _hash(trained.params),
             "vocabulary": run.vocabulary_hash,
         },
+        # Its path is a setting, and may hold another model by now.
+        "rescorer": trained.rescorer and _hash(trained.rescorer.params),
         "decode": json.loads(json.dumps(decode)),
         "filters": {"max_ratio": max_ratio},
     }
