@@ -2,7 +2,7 @@
 
 Paper: Ghazvininejad et al. 2019, "Mask-Predict: Parallel Decoding of Conditional Masked
 Language Models".
-Hardware: 2 CPU cores, 10 minutes of training.
+Hardware: 2 idle CPU cores, about 10 minutes of training, by the time of a step.
 Expected: not measured yet.
 Command: transformer-jax train --config=configs/cmudict_mask_predict.py \
         --workdir=runs/mask_predict

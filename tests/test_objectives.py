@@ -272,7 +272,8 @@ def test_pairings_that_cannot_work_are_refused_in_one_line(
     ],
 )
 def test_their_neighbours_are_allowed(objective, sections):
-    validate(config_of(objective, **sections))
+    config = config_of(objective, **sections)
+    assert validate(config) is None
 
 
 # Strategy -> settings, most hypotheses (None for any number), what is said of more.

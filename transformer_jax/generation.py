@@ -33,6 +33,11 @@ from transformer_jax.types import PyTree
 SEGMENT = 4
 
 
+def unwritten_ids(vocabulary: Any) -> list[int]:
+    """Return PAD, BOS and UNK, which are no output of any strategy."""
+    return [vocabulary.pad_id, vocabulary.bos_id, vocabulary.unk_id]
+
+
 def make_step_fn(
     model: Seq2Seq, params: PyTree, memory: Memory, vocabulary: Any
 ) -> StepFunction:
@@ -50,7 +55,7 @@ def make_step_fn(
     def step_fn(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         return model.apply({"params": params}, tokens, cache, memory, method="step")
 
-    return forbid(step_fn, [vocabulary.pad_id, vocabulary.bos_id, vocabulary.unk_id])
+    return forbid(step_fn, unwritten_ids(vocabulary))
 
 
 def make_search(config: DecodeConfig, vocabulary: Any, nbest: int) -> Search:

@@ -22,6 +22,7 @@ from transformer_jax.decoding import (
     sequence_log_probability,
 )
 from transformer_jax.executables import Executables
+from transformer_jax.generation import unwritten_ids
 from transformer_jax.models import Seq2Seq
 from transformer_jax.parallel_models import Encoded, ParallelSeq2Seq
 from transformer_jax.types import PyTree
@@ -51,19 +52,14 @@ class Rescorer:
         memory = self._model.apply(variables, source, lengths, method="encode")
         memory, lengths = (jnp.repeat(x, count, axis=0) for x in (memory, lengths))
         logits = self._model.apply(variables, memory, lengths, inputs, method="predict")
-        never = [getattr(self._vocabulary, f"{name}_id") for name in NEVER]
         scores = sequence_log_probability(
-            logits.at[..., never].set(-jnp.inf),
+            logits.at[..., np.array(unwritten_ids(self._vocabulary))].set(-jnp.inf),
             tokens,
             found.lengths.reshape(-1),
             end_id=self._vocabulary.end_id,
         )
         scores = scores.reshape(rows, count)
         return rescored(found, scores, pad_id=self._vocabulary.pad_id)
-
-
-# Symbols that are no output.
-NEVER = ("pad", "bos", "unk")
 
 
 class ParallelGenerator:
@@ -105,7 +101,7 @@ class ParallelGenerator:
         self._model, self.params = model, params
         self._config, self._vocabulary = config, vocabulary
         self._nbest, self.rescorer = nbest, rescorer
-        ids = [getattr(vocabulary, f"{name}_id") for name in NEVER]
+        ids = unwritten_ids(vocabulary)
         if config.strategy != "overgenerate":
             ids.append(vocabulary.end_id)
         self._forbidden = np.array([*ids, *forbidden], np.int32)

@@ -65,9 +65,12 @@ def _passes(
 def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
     """Return a canvas of the target's length: empty places, their labels and weights.
 
-    target  a b c        inputs  _ _ _ _    labels  a b c .    weights  1 1 1 0
+        target  a b c        inputs  _ _ _ _    labels  a b c .    weights  1 1 1 0
+
+    Args:
+        batch: T holds the place of END, which is not written here.
+        mask_id: an empty place.
     """
-    # The last place of a batch is that of END, which is not written here.
     labels = batch.target[:, :-1]
     inside = jnp.arange(labels.shape[1]) < batch.target_lengths[:, None]
     weights = jnp.where(inside, batch.weight[:, None], 0.0)
