@@ -38,7 +38,7 @@ from transformer_jax.training import (
 )
 from transformer_jax.types import Batch, PyTree
 
-# The share of training pairs that may be beyond what an objective can learn.
+# The share of a split's pairs that may be beyond what an objective can learn.
 MOST_UNFIT = 0.05
 
 
@@ -120,7 +120,7 @@ class Trainer:
             }
 
     def _count_unfit(self) -> dict[str, int]:
-        """Tell which pairs of the training split the objective cannot learn.
+        """Tell how many pairs of each split the objective cannot learn.
 
         Raises:
             ConfigError: there are so many that something is wrong.
@@ -128,16 +128,21 @@ class Trainer:
         objective = OBJECTIVES[self._config.objective]
         if objective.fits is None:
             return {}
-        cache = self._caches["train"]
-        lengths = cache.pair_source_lengths, cache.target_lengths
-        fit = objective.fits(self._run.config.model, *lengths, cache.target_repeats)
-        count = int((~fit).sum())
-        text = f"{count:,} of {len(fit):,} training pairs {objective.unfit}"
-        if count > MOST_UNFIT * len(fit):
-            raise ConfigError(text)
-        if count:
-            print(text, file=sys.stderr, flush=True)
-        return {"unfit_pairs": count}
+        counts = {}
+        for split, name in (("train", "training"), ("validation", "validation")):
+            cache = self._caches[split]
+            lengths = cache.pair_source_lengths, cache.target_lengths
+            fit = objective.fits(self._run.config.model, *lengths, cache.target_repeats)
+            counts[split] = count = int((~fit).sum())
+            text = f"{count:,} of {len(fit):,} {name} pairs {objective.unfit}"
+            if count > MOST_UNFIT * len(fit):
+                raise ConfigError(text)
+            if count:
+                print(text, file=sys.stderr, flush=True)
+        return {
+            "unfit_pairs": counts["train"],
+            "unfit_validation_pairs": counts["validation"],
+        }
 
     def _make_plan(self, split: str, *, shuffle: bool) -> BatchPlan:
         data, cache = self._run.config.data, self._caches[split]

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from command_line import assert_refused, damage, metrics_of, quick
-from toy import LETTERS, call, examples
+from toy import BACKWARDS, LETTERS, call, examples
 
+from transformer_jax.data import SOURCES, Example
 from transformer_jax.inference import load_model
 from transformer_jax.runs import open_run
 
@@ -85,13 +86,15 @@ class TestEveryObjective:
     ):
         workdir, called = trained_as(objective)
         result = json.loads(called.out)
-        assert set(result) == {"step", "loss", "best_step", "unfit_pairs"}
+        unfit_counts = {"unfit_pairs", "unfit_validation_pairs"}
+        assert set(result) == {"step", "loss", "best_step", *unfit_counts}
         losses = [loss for _, loss in metrics_of(workdir)]
         assert losses[-1] == result["loss"] < 0.8 * losses[0]
         alike = [letter for letter in LETTERS if letter * 4 in words_of("train")]
         unfit = len(alike) if objective == "ctc" else 0
         assert unfit or objective != "ctc"
         assert result["unfit_pairs"] == unfit
+        assert result["unfit_validation_pairs"] == 0
         said = "do not fit the canvas of model.upsample" in called.err
         assert said == (unfit > 0)
 
@@ -202,6 +205,30 @@ def test_what_cannot_be_trained_is_refused_in_one_line(data, tmp_path, settings,
     complaint = assert_refused(quick(data, tmp_path / "run", **settings), *words)
     assert complaint.count("\n") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("unfit", [1, 9])
+def test_what_cannot_be_validated_is_counted_too(data, tmp_path, monkeypatch, unfit):
+    """And refused where there is so much of it that the loss means little."""
+
+    def harder(directory, split):
+        added = [Example("a", ("A B C",))] * unfit
+        return examples(directory, split) + added * (split == "validation")
+
+    source = f"harder{unfit}"
+    monkeypatch.setitem(SOURCES, source, BACKWARDS._replace(examples=harder))
+    settings = {"train.objective": "overgenerate", "data.source": source}
+    canvas = {"model.upsample": 1, "model.extra_slots": 1}
+    called = quick(data, tmp_path / "run", **settings, **canvas)
+    pairs = sum(len(each.references) for each in harder("", "validation"))
+    said = f"{unfit} of {pairs} validation pairs do not fit the canvas"
+    if unfit > 1:
+        assert_refused(called, said)
+        return
+    assert called.code == 0, called.err
+    assert said in called.err
+    result = json.loads(called.out)
+    assert (result["unfit_pairs"], result["unfit_validation_pairs"]) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@
 Every setting of transformer_jax/config.py is such a flag. --init_from begins a new run
 with the vocabularies and the parameters of another one, by default of its best step.
 
-Prints one JSON line: step, loss, best_step. Exit code 75 says that it was told to stop
-and has saved: start it again and it goes on where it was.
+Prints one JSON line: step, loss, best_step; and, of models that write all places at
+once, how many pairs of the training and the validation split they cannot learn. Exit
+code 75 says that it was told to stop and has saved: start it again and it goes on where
+it was.
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ class Objective(NamedTuple):
 _LENGTH = ("decoder_inputs", "length_from", "length_target", "length_classes")
 _SLOTS = ("decoder_inputs", "upsample", "extra_slots")
 _BEYOND = (
-    "have a length beyond those told apart and are trained as the nearest: raise "
+    "have a length beyond those told apart and count as the nearest: raise "
     "model.length_classes"
 )
 _LEFT_OUT = (
