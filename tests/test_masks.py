@@ -38,6 +38,20 @@ def test_segment_mask_is_its_drawing():
     np.testing.assert_array_equal(mask[0, 0], drawing(masks.segment_mask))
 
 
+def test_lowest_places_are_those_of_a_sort():
+    draw = np.random.default_rng(0)
+    # Few values, so that many are equal; one that is no place would be the lowest.
+    values = draw.integers(0, 3, size=(50, 7)).astype(np.float32)
+    places = draw.random((50, 7)) < 0.6
+    values[~places] = draw.choice([np.nan, -np.inf], size=(~places).sum())
+    count = draw.integers(0, 9, size=50).astype(np.int32)
+    found = masks.lowest_places(*map(jnp.asarray, (values, places, count)))
+    for row in range(50):
+        ranked = sorted(np.flatnonzero(places[row]), key=values[row].__getitem__)
+        marked = np.flatnonzero(found[row]).tolist()
+        assert marked == sorted(ranked[: count[row]])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.masks import lowest_places
 
 # inputs [B, T] -> logits [B, T, V]
 Predict = Callable[[jax.Array], jax.Array]
@@ -146,24 +147,11 @@ def glancing(
     places = given.weights > 0
     wrong = ((jnp.argmax(logits, axis=-1) != right) & places).sum(1)
     count = jnp.floor(keep * wrong).astype(jnp.int32)
-    shown = chosen_places(jax.random.uniform(key, places.shape), places, count)
+    shown = lowest_places(jax.random.uniform(key, places.shape), places, count)
     return given._replace(
         inputs=jnp.where(shown, right.astype(given.inputs.dtype), given.inputs),
         weights=jnp.where(shown, 0.0, given.weights),
     )
-
-
-def chosen_places(draws: jax.Array, places: jax.Array, count: jax.Array) -> jax.Array:
-    """Mark `count` of a row's places, all equally probable.
-
-    Args:
-        draws: uniform numbers `[B, T]`.
-        places: bool `[B, T]`, those to choose from.
-        count: int32 `[B]`.
-    """
-    order = jnp.argsort(jnp.where(places, draws, jnp.inf), axis=1)
-    rank = jnp.argsort(order, axis=1)
-    return (rank < count[:, None]) & places
 
 
 CORRUPTIONS = {

@@ -1,4 +1,4 @@
-"""Masks that depend on data: lengths, segments, and the edges that dropout keeps.
+"""Masks that depend on data: lengths, segments, ranks, and the edges dropout keeps.
 
 True always means "may attend" or "keep". Padding stands on the right.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 # Multipliers of the 32-bit mixer "lowbias32" (Wellons 2018, "Prospecting for hash
 # functions"); the start is the golden ratio, because the mixer sends 0 to 0.
@@ -70,6 +70,23 @@ def segment_mask(
         )
     query_ids, key_ids = query_ids[:, None, :, None], key_ids[:, None, None, :]
     return (query_ids == key_ids) & (query_ids != 0)
+
+
+def lowest_places(
+    values: Float[Array, "B T"], places: Bool[Array, "B T"], count: Int[Array, " B"]
+) -> Bool[Array, "B T"]:
+    """Mark those of a row's places that have the lowest values.
+
+    Of equal ones the first are marked; all places where `count` is more than there are.
+
+    Args:
+        values: `[B, T]`; what stands elsewhere than in the places changes nothing.
+        places: `[B, T]`, those to choose from.
+        count: `[B]`, how many to mark.
+    """
+    order = jnp.argsort(jnp.where(places, values, jnp.inf), axis=1)
+    rank = jnp.argsort(order, axis=1)
+    return (rank < count[:, None]) & places
 
 
 def _integers(name: str, values: ArrayLike) -> Array:

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.ctc import check_blank, ctc_log_likelihood
 from transformer_jax.decoding.hypotheses import Hypotheses, candidates_ranked
-from transformer_jax.decoding.logits import largest
-from transformer_jax.decoding.parallel import log_softmax
+from transformer_jax.decoding.logits import largest, log_softmax
 from transformer_jax.decoding.search import check_beam, check_count
+from transformer_jax.masks import length_mask
 
 
 def collapse(
@@ -30,13 +30,13 @@ def collapse(
     Returns:
         Outputs `[B, T]` and their lengths `[B]`.
     """
-    inside = jnp.arange(slots.shape[1])[None] < lengths[:, None]
+    inside = length_mask(lengths, slots.shape[1])
     fresh = jnp.pad(slots[:, 1:] != slots[:, :-1], ((0, 0), (1, 0)), constant_values=1)
     kept = fresh & (slots != blank_id) & inside
     # A stable sort brings what is kept to the front, in order.
     order = jnp.argsort(~kept, axis=1)
     counts = kept.sum(1).astype(jnp.int32)
-    written = jnp.arange(slots.shape[1])[None] < counts[:, None]
+    written = length_mask(counts, slots.shape[1])
     tokens = jnp.take_along_axis(slots, order, axis=1)
     return jnp.where(written, tokens, pad_id).astype(jnp.int32), counts
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.decoding.logits import largest
+from transformer_jax.decoding.logits import largest, log_softmax
 from transformer_jax.decoding.search import check_count
+from transformer_jax.masks import length_mask
 
 
 def length_class(
@@ -64,14 +65,10 @@ def best_lengths(
     """
     check_count("count", count)
     legal = (lengths >= shortest) & (lengths <= longest)
-    logits = jnp.where(legal, logits.astype(jnp.float32), -jnp.inf)
-    top = logits.max(1, keepdims=True)
-    shifted = logits - jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-    log_probs = shifted - jnp.log(jnp.exp(shifted).sum(1, keepdims=True))
-    log_probs = jnp.where(legal, log_probs, -jnp.inf)
+    log_probs = log_softmax(jnp.where(legal, logits, -jnp.inf))
+    # NaN, where nothing is legal or a logit is infinite, is no candidate either.
+    log_probs = jnp.where(legal & (log_probs > -jnp.inf), log_probs, -jnp.inf)
     missing = max(count - logits.shape[1], 0)
-    # Not NaN either, where nothing, or everything, is infinite.
-    log_probs = jnp.where(log_probs > -jnp.inf, log_probs, -jnp.inf)
     found, places = largest(log_probs, count - missing)
     chosen = jnp.take_along_axis(lengths, places, axis=1)
     chosen = jnp.where(found > -jnp.inf, chosen, jnp.zeros_like(chosen))
@@ -131,6 +128,6 @@ def soft_copy_weights(
 
     here, there = normalised(size, lengths), normalised(source_size, source_lengths)
     scores = -sharpness * jnp.abs(here[:, :, None] - there[:, None, :])
-    inside = jnp.arange(source_size)[None] < source_lengths[:, None]
+    inside = length_mask(source_lengths, source_size)
     weights = jax.nn.softmax(scores, axis=2, where=inside[:, None])
     return jnp.where(inside[:, None], weights, jnp.zeros_like(weights))

@@ -1,4 +1,4 @@
-"""Logits of one step: normalised, restricted; and step functions with constraints."""
+"""Logits, normalised or restricted; and step functions with constraints."""
 
 from collections.abc import Sequence
 
@@ -22,6 +22,11 @@ def log_probability(
     top = logits.max(-1, keepdims=True)
     log_total = jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
     return jnp.take_along_axis(logits, tokens, axis=-1) - top - log_total
+
+
+def log_softmax(logits: Float[Array, "*places V"]) -> Float[Array, "*places V"]:
+    """Return log-probabilities in float32; NaN where nothing is finite."""
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def largest(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 from transformer_jax.decoding.hypotheses import Hypotheses, candidates_ranked
 from transformer_jax.decoding.parallel import CanvasFunction, best_tokens
 from transformer_jax.decoding.search import check_count
+from transformer_jax.masks import length_mask, lowest_places
 
 
 def mask_predict(
@@ -50,15 +51,11 @@ def mask_predict(
     check_count("max_length", max_length)
     check_count("passes", passes)
     flat = lengths.reshape(-1)
-    inside = jnp.arange(max_length)[None] < flat[:, None]
+    inside = length_mask(flat, max_length)
 
     def rewrite(state: Any, time: Array) -> tuple[Any, None]:
         tokens, gains = state
-        # Of equal ones the first places are hidden.
-        order = jnp.argsort(jnp.where(inside, gains, jnp.inf), axis=1)
-        rank = jnp.argsort(order, axis=1)
-        count = hidden_count(flat, time, passes)
-        hidden = (rank < count[:, None]) & inside
+        hidden = lowest_places(gains, inside, hidden_count(flat, time, passes))
         tokens = jnp.where(hidden, mask_id, tokens)
         written, anew = best_tokens(predict(tokens, flat))
         tokens = jnp.where(hidden, written, tokens)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.decoding.hypotheses import Hypotheses, candidates_ranked
-from transformer_jax.decoding.logits import largest
+from transformer_jax.decoding.logits import largest, log_softmax
 from transformer_jax.decoding.search import check_count
+from transformer_jax.masks import length_mask
 
 # (tokens int32 [M, T], lengths int32 [M]) -> logits [M, T, V] of every place; M is B m,
 # a row's candidates adjacent.
@@ -60,7 +61,7 @@ def parallel(
     flat = lengths.reshape(-1)
     empty = jnp.full((flat.shape[0], max_length), mask_id, jnp.int32)
     tokens, gains = best_tokens(predict(empty, flat))
-    inside = jnp.arange(max_length)[None] < flat[:, None]
+    inside = length_mask(flat, max_length)
     sums = jnp.where(inside, gains, 0.0).sum(1).reshape(lengths.shape)
     possible = (lengths >= 0) & (lengths <= max_length)
     return candidates_ranked(
@@ -132,7 +133,7 @@ def _cuts(
 ) -> tuple[Float[Array, "B U"], Float[Array, "B U"], Bool[Array, "B U"]]:
     """Score of each cut before place 0 .. T, what it is chosen by, and if END lacks."""
     log_probs = log_softmax(logits)
-    inside = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    inside = length_mask(lengths, tokens.shape[1])
     gains = jnp.take_along_axis(log_probs, tokens[..., None], axis=2)[..., 0]
     before = jnp.cumsum(jnp.where(inside, gains, 0.0), axis=1)
     before = jnp.pad(before, ((0, 0), (1, 0)))
@@ -147,11 +148,6 @@ def _cuts(
     worth = jnp.where(cuts == first, jnp.inf, ending)
     # A place without a finite probability leaves none to what goes beyond it.
     return scores, jnp.where(jnp.isfinite(scores), worth, -jnp.inf), unfinished
-
-
-def log_softmax(logits: Float[Array, "*places V"]) -> Float[Array, "*places V"]:
-    """Return log-probabilities in float32; NaN where nothing is finite."""
-    return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def best_tokens(

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax import losses
-from transformer_jax.corruption import Corruption, DecoderInputs, chosen_places
+from transformer_jax.corruption import Corruption, DecoderInputs
 from transformer_jax.ctc import ctc_alignment
 from transformer_jax.decoding.length import length_class
+from transformer_jax.masks import length_mask, lowest_places
 from transformer_jax.objectives.autoregressive import dropout, references_of
 from transformer_jax.parallel_models import Encoded, ParallelSeq2Seq
 from transformer_jax.types import Batch, PyTree
@@ -72,7 +73,7 @@ def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
         mask_id: an empty place.
     """
     labels = batch.target[:, :-1]
-    inside = jnp.arange(labels.shape[1]) < batch.target_lengths[:, None]
+    inside = length_mask(batch.target_lengths, labels.shape[1])
     weights = jnp.where(inside, batch.weight[:, None], 0.0)
     return DecoderInputs(jnp.full_like(labels, mask_id), labels, weights)
 
@@ -138,8 +139,8 @@ def mask_predict(
     draws = jax.vmap(lambda key: jax.random.uniform(key, (places + 1,)))(keys)
     lengths = batch.target_lengths
     count = jnp.floor(draws[:, 0] * lengths).astype(jnp.int32) + 1
-    inside = jnp.arange(places) < lengths[:, None]
-    hidden = chosen_places(draws[:, 1:], inside, jnp.minimum(count, lengths))
+    inside = length_mask(lengths, places)
+    hidden = lowest_places(draws[:, 1:], inside, count)
     given = DecoderInputs(
         jnp.where(hidden | ~inside, empty.inputs, empty.labels),
         empty.labels,
@@ -289,7 +290,7 @@ def ctc(
         return jnp.take_along_axis(slots, best, axis=1)[:, 0]
 
     if corrupt is not None and key is not None:
-        places = (jnp.arange(size) < lengths[:, None]).astype(jnp.float32)
+        places = length_mask(lengths, size).astype(jnp.float32)
         given = DecoderInputs(inputs, inputs, places)
         given = corrupt(given, predict, passes.key, vocabulary, align=align)
         inputs = given.inputs
