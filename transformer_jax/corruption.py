@@ -33,7 +33,7 @@ class DecoderInputs(NamedTuple):
     """What a decoder is trained on, each `[B, T]`.
 
     Attributes:
-        inputs: int32, what it reads; BOS first.
+        inputs: int32, what it reads: BOS and the target, or empty places.
         labels: int32, what it shall say.
         weights: float32, what each place counts in the loss.
     """

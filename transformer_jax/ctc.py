@@ -5,6 +5,11 @@ A slot sequence collapses to an output by merging equal neighbours, then droppin
 to one output are a lattice, see `lattice`.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -140,6 +145,30 @@ def ctc_alignment(
     inside = length_mask(lengths, size) & (score > -jnp.inf)[:, None]
     speaks = (states % 2 == 1) & inside
     return score, jnp.where(speaks, written, jnp.full_like(written, blank_id))
+
+
+def over_outputs(
+    function: Callable[..., Any],
+    log_probs: Float[Array, "B T V"],
+    lengths: Int[Array, " B"],
+    labels: Int[Array, "B R U"],
+    label_lengths: Int[Array, "B R"],
+    *,
+    blank_id: int,
+) -> Any:
+    """Return what a function gives for each of a row's R outputs, `[B, R, ...]`.
+
+    Args:
+        function: `ctc_log_likelihood` or `ctc_alignment`; the other arguments are its.
+        log_probs: shared by the outputs of a row.
+        lengths: likewise.
+        labels: `[B, R, U]`.
+        label_lengths: `[B, R]`.
+        blank_id: the blank.
+    """
+    each = functools.partial(function, blank_id=blank_id)
+    each = jax.vmap(each, in_axes=(None, None, 1, 1), out_axes=1)
+    return each(log_probs, lengths, labels, label_lengths)
 
 
 def check_blank(blank_id: int, size: int) -> None:

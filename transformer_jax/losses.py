@@ -4,13 +4,11 @@ Means of means are wrong as soon as batches, devices or micro-batches hold diffe
 numbers of tokens: add up sums and weights, then divide.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.ctc import ctc_log_likelihood
+from transformer_jax.ctc import ctc_log_likelihood, over_outputs
 from transformer_jax.masks import length_mask, or_zero
 
 
@@ -99,13 +97,9 @@ def ctc(
     logits = or_zero(slots[..., None], logits)
     if logits.dtype != jnp.float64:
         logits = logits.astype(jnp.float32)
-    likelihood = jax.vmap(
-        functools.partial(ctc_log_likelihood, blank_id=blank_id),
-        in_axes=(None, None, 1, 1),
-        out_axes=1,
-    )
     counted = jnp.maximum(label_lengths, 0)
-    of_each = likelihood(jax.nn.log_softmax(logits), lengths, labels, counted)
+    parts = jax.nn.log_softmax(logits), lengths, labels, counted
+    of_each = over_outputs(ctc_log_likelihood, *parts, blank_id=blank_id)
     of_each = jnp.where(label_lengths >= 0, of_each, -jnp.inf)
     sizes = jnp.maximum(label_lengths, 1).astype(of_each.dtype)
     return any_reference(-of_each, sizes, weights.astype(of_each.dtype))

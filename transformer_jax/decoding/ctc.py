@@ -1,13 +1,12 @@
 """Reading an output off slots with blanks: the best slots, or the best prefixes."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.ctc import check_blank, ctc_log_likelihood
+from transformer_jax.ctc import check_blank, ctc_log_likelihood, over_outputs
 from transformer_jax.decoding.hypotheses import Hypotheses, candidates_ranked
 from transformer_jax.decoding.logits import largest, log_softmax
 from transformer_jax.decoding.search import check_beam, check_count
@@ -152,12 +151,8 @@ def ctc_beam_search(
 
     slots = (jnp.moveaxis(log_probs, 1, 0), jnp.arange(size))
     final, _ = jax.lax.scan(step, first, slots)
-    exact = jax.vmap(
-        functools.partial(ctc_log_likelihood, blank_id=blank_id),
-        in_axes=(None, None, 1, 1),
-        out_axes=1,
-    )
-    scores = exact(log_probs, lengths, final.tokens, final.lengths)
+    parts = log_probs, lengths, final.tokens, final.lengths
+    scores = over_outputs(ctc_log_likelihood, *parts, blank_id=blank_id)
     scores = jnp.where(final.total() > -jnp.inf, scores, -jnp.inf)
     found = candidates_ranked(final.tokens, final.lengths, scores, pad_id=pad_id)
     return Hypotheses(*(field[:, :num_return] for field in found))

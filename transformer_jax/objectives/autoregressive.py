@@ -1,6 +1,7 @@
 """The autoregressive objective: every symbol, given all symbols before it."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -66,9 +67,7 @@ def autoregressive(
             the loss is that of teacher forcing, bit for bit.
         label_smoothing: see `losses.cross_entropy`.
     """
-    # Three keys in any case, so that a corruption changes no dropout.
-    keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-    encode_key, decode_key, corruption_key = keys
+    encode_key, decode_key, corruption_key = split_key(key)
     memory = model.apply(
         {"params": params},
         batch.source,
@@ -100,6 +99,14 @@ def autoregressive(
     sums, sizes = (x.reshape(-1, several) for x in jax.vmap(measured)(*parts))
     losses = jnp.where(batch.target_lengths >= 0, sums, jnp.inf)
     return any_reference(losses, sizes, batch.weight)
+
+
+def split_key(key: jax.Array | None) -> Sequence[jax.Array | None]:
+    """Return the keys of encoding, decoding and corruption, or None three times.
+
+    There are three in any case, so that a corruption changes no dropout.
+    """
+    return (None,) * 3 if key is None else jax.random.split(key, 3)
 
 
 def dropout(key: jax.Array | None) -> dict[str, jax.Array]:

@@ -4,7 +4,6 @@ Each returns (sum, weight) of what its strategy maximises. `key` None turns drop
 corruption off; rows of weight 0 count nothing.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +12,15 @@ import jax.numpy as jnp
 
 from transformer_jax import losses
 from transformer_jax.corruption import Corruption, DecoderInputs
-from transformer_jax.ctc import ctc_alignment
+from transformer_jax.ctc import ctc_alignment, over_outputs
 from transformer_jax.decoding.length import length_class
+from transformer_jax.decoding.logits import log_softmax
 from transformer_jax.masks import length_mask, lowest_places
-from transformer_jax.objectives.autoregressive import dropout, references_of
+from transformer_jax.objectives.autoregressive import (
+    dropout,
+    references_of,
+    split_key,
+)
 from transformer_jax.parallel_models import Encoded, ParallelSeq2Seq
 from transformer_jax.types import Batch, PyTree
 
@@ -40,14 +44,14 @@ class _Passes(NamedTuple):
 def _passes(
     model: ParallelSeq2Seq, params: PyTree, batch: Batch, key: jax.Array | None
 ) -> _Passes:
-    # Three keys in any case, so that a corruption changes no dropout.
-    keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+    """Read the sources."""
+    encode_key, decode_key, corruption_key = split_key(key)
     encoded = model.apply(
         {"params": params},
         batch.source,
         batch.source_lengths,
         method="encode",
-        rngs=dropout(keys[0]),
+        rngs=dropout(encode_key),
     )
 
     def predict(inputs: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -57,10 +61,10 @@ def _passes(
             inputs,
             lengths,
             method="predict",
-            rngs=dropout(keys[1]),
+            rngs=dropout(decode_key),
         )
 
-    return _Passes(encoded, predict, keys[2])
+    return _Passes(encoded, predict, corruption_key)
 
 
 def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
@@ -102,15 +106,9 @@ def parallel(
 
     if corrupt is not None and key is not None:
         given = corrupt(given, predict, passes.key, vocabulary)
-    return _with_length(
-        model,
-        passes.encoded,
-        batch,
-        given,
-        predict(given.inputs),
-        label_smoothing=label_smoothing,
-        length_weight=length_weight,
-    )
+    total, weight = _of_tokens(predict(given.inputs), given, label_smoothing)
+    of_lengths = _of_lengths(model, passes.encoded, batch, given)
+    return total + length_weight * of_lengths, weight
 
 
 def mask_predict(
@@ -146,31 +144,23 @@ def mask_predict(
         empty.labels,
         jnp.where(hidden, empty.weights, 0.0),
     )
-    return _with_length(
-        model,
-        passes.encoded,
-        batch,
-        given,
-        passes.predict(given.inputs, lengths),
-        label_smoothing=label_smoothing,
-        length_weight=length_weight,
+    logits = passes.predict(given.inputs, lengths)
+    total, weight = _of_tokens(logits, given, label_smoothing)
+    of_lengths = _of_lengths(model, passes.encoded, batch, given)
+    return total + length_weight * of_lengths, weight
+
+
+def _of_tokens(logits: jax.Array, given: DecoderInputs, smoothing: float) -> Sums:
+    """What the symbols of a canvas count."""
+    return losses.cross_entropy(
+        logits, given.labels, given.weights, label_smoothing=smoothing
     )
 
 
-def _with_length(
-    model: ParallelSeq2Seq,
-    encoded: Encoded,
-    batch: Batch,
-    given: DecoderInputs,
-    logits: jax.Array,
-    *,
-    label_smoothing: float,
-    length_weight: float,
-) -> Sums:
-    """Sums of the tokens and of the lengths."""
-    total, weight = losses.cross_entropy(
-        logits, given.labels, given.weights, label_smoothing=label_smoothing
-    )
+def _of_lengths(
+    model: ParallelSeq2Seq, encoded: Encoded, batch: Batch, given: DecoderInputs
+) -> jax.Array:
+    """Sum of -log p(|y| | x), each as often as the row has symbols that count."""
     classes = length_class(
         batch.target_lengths,
         batch.source_lengths,
@@ -179,8 +169,7 @@ def _with_length(
     )
     # An empty target has a length, too.
     tokens = jnp.maximum(given.weights.sum(1), batch.weight)
-    of_lengths, _ = losses.cross_entropy(encoded.length_logits, classes, tokens)
-    return total + length_weight * of_lengths, weight
+    return losses.cross_entropy(encoded.length_logits, classes, tokens)[0]
 
 
 def overlong(
@@ -245,12 +234,7 @@ def overgenerate(
         end_id=vocabulary.end_id,
         fill=fill_weight,
     )
-    return losses.cross_entropy(
-        passes.predict(given.inputs, lengths),
-        given.labels,
-        given.weights,
-        label_smoothing=label_smoothing,
-    )
+    return _of_tokens(passes.predict(given.inputs, lengths), given, label_smoothing)
 
 
 def ctc(
@@ -269,8 +253,9 @@ def ctc(
     passes = _passes(model, params, batch, key)
     lengths = model.slots(batch.source_lengths)
     size = model.slots(batch.source.shape[1])
-    targets = references_of(batch)
-    targets = targets[0][..., :-1], targets[1]
+    references, sizes = references_of(batch)
+    # END is not written on slots.
+    targets = references[..., :-1], sizes
     inputs = jnp.full((len(batch.source), size), model.mask_id, jnp.int32)
 
     def predict(inputs: jax.Array) -> jax.Array:
@@ -278,19 +263,15 @@ def ctc(
 
     def align(logits: jax.Array) -> jax.Array:
         """The best slots of the best reference."""
-        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        aligned = jax.vmap(
-            functools.partial(ctc_alignment, blank_id=model.blank_id),
-            in_axes=(None, None, 1, 1),
-            out_axes=1,
-        )
-        scores, slots = aligned(log_probs, lengths, *targets)
-        scores = jnp.where(targets[1] >= 0, scores, -jnp.inf)
+        parts = log_softmax(logits), lengths, *targets
+        scores, slots = over_outputs(ctc_alignment, *parts, blank_id=model.blank_id)
+        scores = jnp.where(sizes >= 0, scores, -jnp.inf)
         best = jnp.argmax(scores, axis=1)[:, None, None]
         return jnp.take_along_axis(slots, best, axis=1)[:, 0]
 
     if corrupt is not None and key is not None:
         places = length_mask(lengths, size).astype(jnp.float32)
+        # The labels are those of `align`, which depend on what the model says.
         given = DecoderInputs(inputs, inputs, places)
         given = corrupt(given, predict, passes.key, vocabulary, align=align)
         inputs = given.inputs
