@@ -9,6 +9,9 @@ import jax
 from transformer_jax.sharding import batch_sharding, replicated
 from transformer_jax.types import PyTree
 
+# Batches have few shapes: powers of two times this many rows, up to a limit.
+FEWEST_ROWS = 8
+
 
 class Executables:
     """Compiles functions `(params, *arguments)` ahead of time, and counts that.
@@ -25,13 +28,13 @@ class Executables:
         self.compilations, self.compile_seconds = 0, 0.0
         self._made: dict[Any, Callable] = {}
 
-    def rows(self, wanted: int, most: int, fewest: int = 8) -> int:
+    def rows(self, wanted: int, most: int) -> int:
         """Return the rows of the smallest batch for `wanted`, or of the largest.
 
-        Batches have few shapes: powers of two times `fewest`, up to `most`.
+        Batches have at most `most` rows, rounded up to a multiple of the devices.
         """
         devices = self.mesh.shape["data"]
-        rows = min(fewest, most)
+        rows = min(FEWEST_ROWS, most)
         while rows < min(wanted, most):
             rows = min(2 * rows, most)
         return -(-rows // devices) * devices
@@ -48,7 +51,15 @@ class Executables:
         donate: tuple[int, ...] = (),
         **static: Any,
     ) -> Any:
-        """Run a piece, compiled once for every shape and every static argument."""
+        """Run a piece, compiled once for every shape and every static argument.
+
+        Args:
+            piece: pure function (params, *arguments, **static).
+            params: parameters, of the same shapes in every call of a piece.
+            arguments: arrays, or trees of them.
+            donate: which arguments, the parameters being number 0, may be overwritten.
+            static: Python values that the program is made for.
+        """
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
         key = piece, shapes, tuple(sorted(static.items()))
         if key not in self._made:
@@ -67,5 +78,6 @@ class Executables:
         return self._made[key](params, *arguments)
 
     def _shardings(self, tree: PyTree) -> PyTree:
+        """Rows over the devices; what has no rows on all of them."""
         rows, whole = batch_sharding(self.mesh), replicated(self.mesh)
         return jax.tree.map(lambda leaf: rows if leaf.ndim else whole, tree)

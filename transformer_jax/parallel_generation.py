@@ -131,8 +131,7 @@ class ParallelGenerator:
             encoded, sizes, scores = call(self._measure, self.params, *batch)
             widest = int(np.asarray(sizes).max())
             size = next(size for size in self._sizes if size >= widest)
-            write = self._write
-            found = call(write, self.params, encoded, sizes, scores, size=size)
+            found = call(self._write, self.params, encoded, sizes, scores, size=size)
         else:
             found = call(self._fill, self.params, *batch)
         if self.rescorer is not None:
@@ -204,9 +203,8 @@ class ParallelGenerator:
         ids = {"pad_id": self._vocabulary.pad_id}
         if config.strategy == "overgenerate":
             ids["end_id"] = end = self._vocabulary.end_id
-            early = jnp.arange(size) < config.min_length
-            ending = jnp.where(early, -jnp.inf, logits[..., end])
-            logits = logits.at[..., end].set(ending)[:, : config.max_length]
+            logits = logits.at[:, : config.min_length, end].set(-jnp.inf)
+            logits = logits[:, : config.max_length]
             slots = jnp.minimum(slots, config.max_length)
             return overgenerate(logits, slots, num_return=config.length_beam, **ids)
         ids |= {"blank_id": model.blank_id, "max_length": config.max_length}

@@ -35,18 +35,23 @@ class Encoded(NamedTuple):
 class ParallelSeq2Seq(nn.Module):
     """An encoder, and a decoder that writes all places of a canvas at once.
 
-    Behind the vocabulary's symbols comes, with `blank`, the blank of CTC, an output
-    more; the last one, `mask_id`, stands for an empty place of the canvas and is none.
+    Behind the vocabulary's symbols comes the blank of CTC where there is one, which is
+    an output as well; the last symbol, `mask_id`, stands for an empty place of the
+    canvas and is no output.
 
     Attributes:
+        source_frontend, target_frontend: embeddings and positions of each side.
+        encoder, decoder: the stacks; the decoder is not causal.
         inputs: what an empty place reads: its own vector ("mask"), or states of the
             memory, "uniform_copy" or "soft_copy" (see `decoding.length`).
         length_from: what tells the output's length: the mean of the memory ("pooled"),
             an extra token of the encoder ("token"), or nothing ("").
         length_classes: lengths that are told apart.
+        length_offset: whether they are differences to the source's length.
         upsample, extra_slots: a canvas of unknown length has upsample |x| + extra_slots
             places.
         blank: whether the blank is an output.
+        output: projection to the vocabulary; None means the target's embeddings.
     """
 
     source_frontend: nn.Module

@@ -45,7 +45,11 @@ def read_examples(config: Config, split: str) -> Sequence[Example]:
 
 
 def new_tokenizers(config: Config) -> list[Tokenizer]:
-    """Build the vocabularies from the training split."""
+    """Build the vocabularies from the training split.
+
+    Raises:
+        ConfigError: the data cannot be read.
+    """
     directory = data_directory(config.data.directory)
     print(f"reading {config.data.source} in {directory}", file=sys.stderr, flush=True)
     return build_tokenizers(find_source(config), read_examples(config, "train"))

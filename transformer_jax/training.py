@@ -201,7 +201,6 @@ def compile_losses(
 def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
     """Return shapes, types and shardings of a bucket's batch."""
     rows = batch_sharding(mesh)
-    references = (bucket.references,) * bool(bucket.references)
 
     def array(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((bucket.rows, *shape), dtype, sharding=rows)
@@ -209,8 +208,8 @@ def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
     return Batch(
         source=array(jnp.int32, bucket.source_length),
         source_lengths=array(jnp.int32),
-        target=array(jnp.int32, *references, bucket.target_length),
-        target_lengths=array(jnp.int32, *references),
+        target=array(jnp.int32, *bucket.target_shape),
+        target_lengths=array(jnp.int32, *bucket.lengths_shape),
         weight=array(jnp.float32),
         index=array(jnp.int32),
     )

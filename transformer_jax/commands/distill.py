@@ -50,8 +50,8 @@ from transformer_jax.runs import open_run
 from transformer_jax.splits import read_examples
 
 CHUNK = 4096
-# What becomes of a line besides the statuses.
-FILTERED = "filtered"
+# What becomes of a line: it is written, "filtered", or the status of no output.
+WRITTEN, FILTERED = Status.OK.name.lower(), "filtered"
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -105,6 +105,7 @@ def _manifest(trained: TrainedModel, max_ratio: float, lines: int) -> dict[str, 
         },
         # Its path is a setting, and may hold another model by now.
         "rescorer": trained.rescorer and _hash(trained.rescorer.params),
+        # As it is read back: a tuple becomes a list.
         "decode": json.loads(json.dumps(decode)),
         "filters": {"max_ratio": max_ratio},
     }
@@ -206,7 +207,7 @@ def _decode(
             for example, output in zip(part, found, strict=True)
         ]
         lines = [
-            output.text if verdict == Status.OK.name.lower() else ""
+            output.text if verdict == WRITTEN else ""
             for output, verdict in zip(found, verdicts, strict=True)
         ]
         outputs.append(lines, verdicts)
@@ -216,7 +217,7 @@ def _decode(
 
 
 def _verdict(trained: TrainedModel, source: str, output: Output, ratio: float) -> str:
-    """Return what becomes of a line: "ok", a status that is none, or "filtered"."""
+    """Return what becomes of a line: `WRITTEN`, `FILTERED`, or a status."""
     if output.status != Status.OK:
         return output.status.name.lower()
     if "\n" in output.text:  # Of a symbol that is, or holds, a line break.
@@ -226,4 +227,4 @@ def _verdict(trained: TrainedModel, source: str, output: Output, ratio: float) -
     written = len(run.target_tokenizer.encode(output.text))
     if max(length, written) > ratio * min(length, written):
         return FILTERED
-    return Status.OK.name.lower()
+    return WRITTEN

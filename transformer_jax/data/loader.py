@@ -87,7 +87,6 @@ def device_batch(
         ValueError: as `make_rows`.
     """
     bucket = step.bucket
-    references = (bucket.references,) * bool(bucket.references)
     made: dict[tuple[int, int], types.Batch] = {}
 
     def field(name: str, *shape: int) -> jax.Array:
@@ -108,8 +107,8 @@ def device_batch(
     return types.Batch(
         source=field("source", bucket.source_length),
         source_lengths=field("source_lengths"),
-        target=field("target", *references, bucket.target_length),
-        target_lengths=field("target_lengths", *references),
+        target=field("target", *bucket.target_shape),
+        target_lengths=field("target_lengths", *bucket.lengths_shape),
         weight=field("weight"),
         index=field("index"),
     )

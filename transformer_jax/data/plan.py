@@ -29,6 +29,16 @@ class Bucket:
     rows: int
     references: int = 0
 
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Axes of a row's target: `[T]`, or `[R, T]` with all references."""
+        return (*self.lengths_shape, self.target_length)
+
+    @property
+    def lengths_shape(self) -> tuple[int, ...]:
+        """Axes of a row's target lengths: `[]` or `[R]`."""
+        return (self.references,) if self.references else ()
+
 
 class Step(NamedTuple):
     """One batch: its shape and int32 `[rows]` items, -1 in filler rows."""

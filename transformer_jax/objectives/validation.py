@@ -93,33 +93,23 @@ def _objective_of(config: Config) -> Objective:
     return objective
 
 
-def candidates(config: DecodeConfig) -> int | None:
-    """Return how many hypotheses a strategy has at most; None means any number."""
-    return {
-        "greedy": 1,
-        "ctc_greedy": 1,
-        "beam_search": config.beam_size,
-        "ctc_beam_search": config.beam_size,
-        "parallel": config.length_beam,
-        "overgenerate": config.length_beam,
-        "mask_predict": config.length_beam,
-    }.get(config.strategy)
-
-
 def check_nbest(config: DecodeConfig, nbest: int) -> None:
     """Refuse more hypotheses than a strategy can give.
 
     Raises:
         ConfigError: one sentence that names the settings and a remedy.
     """
-    most = candidates(config)
-    if most is None or nbest <= most:
-        return
     for field in ("beam_size", "length_beam"):
         if field in OPTIONS[config.strategy]:
-            raise ConfigError(
-                f"--nbest={nbest} is more than decode.{field}={most}: widen the beam"
-            )
+            most = getattr(config, field)
+            if nbest > most:
+                raise ConfigError(
+                    f"--nbest={nbest} is more than decode.{field}={most}: widen the "
+                    "beam"
+                )
+            return
+    if nbest == 1 or config.strategy == "sample":
+        return
     others = "ctc_beam_search" if "ctc" in config.strategy else "beam_search or sample"
     raise ConfigError(
         f"--nbest={nbest} wants several hypotheses, but decode.strategy "
