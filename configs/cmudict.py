@@ -27,7 +27,7 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
         ValueError: there is no such variant.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"configs/cmudict.py has no variant {variant!r}: use full")
+        raise ValueError(f"cmudict.py has no variant {variant!r}: use full")
     config = _minutes()
     if variant == "full":
         _make_full(config)

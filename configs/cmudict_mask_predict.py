@@ -9,17 +9,14 @@ Command: transformer-jax train --config=configs/cmudict_mask_predict.py \
     transformer-jax evaluate --workdir=runs/mask_predict --config.decode.passes=4
 """
 
-import pathlib
-import runpy
-
 import ml_collections
 
-_MAIN = pathlib.Path(__file__).with_name("cmudict.py")
+from transformer_jax.config import config_beside
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Return the main job's settings with another objective."""
-    config = runpy.run_path(str(_MAIN))["get_config"]()
+    config = config_beside(__file__, "cmudict.py")
     config.train.objective = "mask_predict"
     # Lengths and places must be known absolutely.
     config.model.positions = "sinusoidal"

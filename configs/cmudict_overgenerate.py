@@ -9,17 +9,14 @@ Command: transformer-jax train --config=configs/cmudict_overgenerate.py \
     transformer-jax evaluate --workdir=runs/overgenerate --config.decode.length_beam=3
 """
 
-import pathlib
-import runpy
-
 import ml_collections
 
-_MAIN = pathlib.Path(__file__).with_name("cmudict.py")
+from transformer_jax.config import config_beside
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Return the main job's settings with another objective."""
-    config = runpy.run_path(str(_MAIN))["get_config"]()
+    config = config_beside(__file__, "cmudict.py")
     config.train.objective = "overgenerate"
     config.model.positions = "sinusoidal"
     # Room for END and three phones more than letters.

@@ -12,13 +12,11 @@ Command: transformer-jax train --config=configs/cmudict_parallel.py \
         --config.decode.rescorer=runs/cmudict
 """
 
-import pathlib
-import runpy
-
 import ml_collections
 
+from transformer_jax.config import config_beside
+
 VARIANTS = ("", "glancing")
-_MAIN = pathlib.Path(__file__).with_name("cmudict.py")
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
@@ -28,8 +26,10 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
         ValueError: there is no such variant.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"cmudict_parallel.py has no variant {variant!r}: glancing")
-    config = runpy.run_path(str(_MAIN))["get_config"]()
+        raise ValueError(
+            f"cmudict_parallel.py has no variant {variant!r}: use glancing"
+        )
+    config = config_beside(__file__, "cmudict.py")
     config.train.objective = "parallel"
     # Lengths and places must be known absolutely.
     config.model.positions = "sinusoidal"

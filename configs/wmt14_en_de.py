@@ -39,11 +39,11 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     """
     if variant not in VARIANTS:
         known = ", ".join(filter(None, VARIANTS))
-        raise ValueError(f"wmt14_en_de.py has no variant {variant!r}: {known}")
+        raise ValueError(f"wmt14_en_de.py has no variant {variant!r}: use {known}")
     config = _base()
     config.train.objective = VARIANTS[variant]
     if "ctc" in variant:
-        # Smoothing hurts CTC, whose loss does not read it.
+        # Slots for a target of up to three times the source's length.
         config.model.upsample = 3
     if variant == "mask_predict":
         config.model.decoder_inputs = "mask"
@@ -85,7 +85,6 @@ def _base() -> ml_collections.ConfigDict:
     config.train.save_every = 1000
     config.train.keep_latest = 5
     config.train.keep_best = 5
-    config.decode.strategy = "auto"
     config.decode.max_length = 256
     config.decode.max_source_length = 256
     config.decode.use_ema = True

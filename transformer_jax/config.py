@@ -8,6 +8,8 @@ is refused. `from_config_dict` turns it into the records below.
 import dataclasses
 import itertools
 import math
+import pathlib
+import runpy
 from typing import Any
 
 import ml_collections
@@ -312,6 +314,17 @@ SECTIONS = {item.name: item.default_factory for item in dataclasses.fields(Confi
 def default_config() -> ml_collections.ConfigDict:
     """Return every setting at its default, to be changed by a config file."""
     return ml_collections.ConfigDict(to_dict(Config())).lock()
+
+
+def config_beside(path: str, name: str) -> ml_collections.ConfigDict:
+    """Return the settings of another config file, for a file that changes a few.
+
+    Args:
+        path: the `__file__` of the one.
+        name: of the other, in the same folder, which is no package.
+    """
+    other = pathlib.Path(path).with_name(name)
+    return runpy.run_path(str(other))["get_config"]()
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -166,7 +166,6 @@ def build_model(
         length_offset=config.length_target == "offset",
         upsample=config.upsample,
         extra_slots=config.extra_slots,
-        blank=canvas.blank,
     )
 
 

@@ -50,7 +50,6 @@ class ParallelSeq2Seq(nn.Module):
         length_offset: whether they are differences to the source's length.
         upsample, extra_slots: a canvas of unknown length has upsample |x| + extra_slots
             places.
-        blank: whether the blank is an output.
         output: projection to the vocabulary; None means the target's embeddings.
     """
 
@@ -64,7 +63,6 @@ class ParallelSeq2Seq(nn.Module):
     length_offset: bool
     upsample: int
     extra_slots: int
-    blank: bool
     output: nn.Module | None = None
 
     def setup(self) -> None:
@@ -88,7 +86,7 @@ class ParallelSeq2Seq(nn.Module):
 
     @property
     def blank_id(self) -> int:
-        """The blank, where there is one."""
+        """The blank, of a model for CTC."""
         return self.mask_id - 1
 
     def slots(self, source_lengths: jax.Array | int) -> jax.Array | int:
