@@ -18,13 +18,13 @@ from transformer_jax.decoding import (
     PIECES,
     Hypotheses,
     Search,
-    Status,
     StepFunction,
     forbid,
     run_search,
     take_rows,
     with_min_length,
 )
+from transformer_jax.decoding.hypotheses import ranked
 from transformer_jax.executables import Executables
 from transformer_jax.models import Memory, Seq2Seq
 from transformer_jax.types import PyTree
@@ -159,7 +159,7 @@ class Generator:
                 chosen = np.resize(np.flatnonzero(active), after)
                 memory, state = self._call(self._take, memory, state, chosen)
                 places = places[chosen]
-        return self._sorted(_placed(found, places, now))
+        return _placed(found, places, now)
 
     def _pays(self, before: int, after: int, length: int) -> bool:
         """Tell whether batches of `before` rows should shrink to `after`.
@@ -200,6 +200,8 @@ class Generator:
             lambda leaf: leaf.reshape(rows, -1, *leaf.shape[2:]),
             self._search.result(state),
         )
+        if self._draws > 1:  # They come in the order of their draws.
+            found = ranked(found)
         return state, ~finished, found
 
     def _take(
@@ -236,21 +238,6 @@ class Generator:
         fold = jax.vmap(jax.random.fold_in, (None, 0))
         draws = jnp.arange(self._draws)
         return jax.vmap(lambda key: fold(key, draws))(fold(seed, numbers)).reshape(-1)
-
-    def _sorted(self, found: Hypotheses) -> Hypotheses:
-        """Samples come in the order of their draws; the best first instead."""
-        if self._draws == 1:
-            return found
-        late = (found.status == Status.UNFINISHED) | np.isneginf(found.scores)
-        order = np.lexsort((-found.scores, late))
-        return Hypotheses(
-            *(
-                np.take_along_axis(
-                    field, order.reshape(order.shape + (1,) * (field.ndim - 2)), 1
-                )
-                for field in found
-            )
-        )
 
 
 def _placed(
