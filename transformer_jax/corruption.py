@@ -33,7 +33,7 @@ class DecoderInputs(NamedTuple):
     """What a decoder is trained on, each `[B, T]`.
 
     Attributes:
-        inputs: int32, what it reads: BOS and the target, or empty places.
+        inputs: int32, what it reads: BOS first, or `mask_id` in empty places.
         labels: int32, what it shall say.
         weights: float32, what each place counts in the loss.
     """
@@ -128,8 +128,8 @@ def glancing(
         N = floor(keep * number of wrong places);  N of all places, drawn by chance,
         read their right answers and count nothing in the loss
 
-    Qian et al. 2021, section 3.1; for CTC the right answers are those of the best
-    alignment (Gu and Kong 2021, section 4.3). No gradient flows through the first pass.
+    Qian et al. 2021, section 3; for CTC the right answers are those of the best
+    alignment (Gu and Kong 2021). No gradient flows through the first pass.
 
     Args:
         given: an empty canvas and its right answers; weight 0 is no place.

@@ -14,7 +14,8 @@ from transformer_jax.decoding.length import copy_places, soft_copy_weights
 from transformer_jax.masks import length_mask, or_zero
 from transformer_jax.types import EMBED, POSITION
 
-# Soft copies begin with the sharpness that Wei et al. 2019 fix.
+# What the sharpness of soft copies is before it is learned: of ten places the next one
+# then gets exp(-5 / 10), about 0.6, of what the nearest one gets.
 SHARPNESS = 5.0
 
 

@@ -83,8 +83,9 @@ def copy_places(
 
         i -> round((S - 1) / (T - 1) i), halves to even;  0 where T is 1
 
-    Gu et al. 2018, section 3.1 (uniform copy). Computed in integers, so no rounding
-    differs between devices. Behind a row's length the last place is repeated.
+    The uniform copy of Gu et al. 2018, section 3.2, but from the first place to the
+    last one: theirs is round(S / T i). Computed in integers, so no rounding differs
+    between devices. Behind a row's length the last place is repeated.
 
     Args:
         source_lengths: S, `[B]`, at least 1.
@@ -111,8 +112,9 @@ def soft_copy_weights(
 
         w_ij = softmax_j(-tau |i / T - j / S|)
 
-    Wei et al. 2019, section 3.2 (soft copy), on normalised positions. Source places
-    from S on count nothing; of an empty source nothing is copied.
+    The soft copy of Wei et al. 2019, "Imitation Learning for Non-Autoregressive Neural
+    Machine Translation", but on normalised positions: theirs is of |i - j|. Source
+    places from S on count nothing; of an empty source nothing is copied.
 
     Args:
         source_lengths: S, `[B]`.

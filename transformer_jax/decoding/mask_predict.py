@@ -27,7 +27,7 @@ def mask_predict(
         lowest scores and fills them by their most probable symbols
 
     A place's score is the log-probability it was last filled with; a hypothesis' score
-    is their mean (Ghazvininejad et al. 2019, sections 3.1 and 4.1; T is `passes`). The
+    is their mean (Ghazvininejad et al. 2019, sections 3.1 and 3.3; T is `passes`). The
     first pass hides everything: with one pass the tokens are those of `parallel`.
 
     Args:

@@ -124,7 +124,7 @@ def mask_predict(
 ) -> Sums:
     """Return (sum, weight) of -log p(y_t | x, |y|, shown symbols) over hidden places.
 
-    Ghazvininejad et al. 2019, section 3.2: of n symbols floor(u n) + 1 are hidden, u
+    Ghazvininejad et al. 2019, section 2.2: of n symbols floor(u n) + 1 are hidden, u
     uniform in [0, 1), all choices equally probable. Without a key the draws depend on
     the example's number alone. The length is trained as in `parallel`.
     """
