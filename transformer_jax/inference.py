@@ -205,7 +205,9 @@ def load_model(
     return TrainedModel(run, step, generator)
 
 
-def _restored(run: Run, step: int | str | None, mesh: Any) -> tuple[int, PyTree]:
+def _restored(
+    run: Run, step: int | str | None, mesh: jax.sharding.Mesh
+) -> tuple[int, PyTree]:
     """Read a step of a run: its number and its parameters, on every device."""
     wanted = abstract_params(run.model(), mesh)
     checkpoints = run.checkpoints(read_only=True)
@@ -217,7 +219,7 @@ def _restored(run: Run, step: int | str | None, mesh: Any) -> tuple[int, PyTree]
     return restored.step, jax.device_put(restored.state, replicated(mesh))
 
 
-def _rescorer(run: Run, mesh: Any) -> Rescorer:
+def _rescorer(run: Run, mesh: jax.sharding.Mesh) -> Rescorer:
     """Read the model that chooses among candidates, at its best step."""
     name = run.config.decode.rescorer
     try:

@@ -20,6 +20,7 @@ from transformer_jax.data import InvalidText, TokenCache, Tokenizer
 from transformer_jax.data.distilled import Distillation
 from transformer_jax.models import Seq2Seq, build_model
 from transformer_jax.origins import Origin, find_origin
+from transformer_jax.parallel_models import ParallelSeq2Seq
 from transformer_jax.run_directory import (
     CONFIG_FILE,
     config_changes,
@@ -62,7 +63,7 @@ class Run:
         """Both vocabularies' hashes."""
         return vocabulary_hash((self.source_tokenizer, self.target_tokenizer))
 
-    def model(self) -> Seq2Seq:
+    def model(self) -> Seq2Seq | ParallelSeq2Seq:
         """Return the model, without parameters."""
         return build_model(self.config.model, self.config.train.objective)
 

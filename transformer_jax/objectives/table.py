@@ -1,5 +1,7 @@
 """The objectives: what is minimised, what it may be combined with, what decodes it."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,13 +9,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config import TrainConfig
 from transformer_jax.corruption import corruption_at
 from transformer_jax.objectives import canvas, fitting
 from transformer_jax.objectives.autoregressive import autoregressive
 from transformer_jax.types import Batch, PyTree
 
-# (params, batch, ...) -> (sum, weight)
+# (..., params, batch, ...) -> (sum, weight)
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -28,17 +30,17 @@ class Objective(NamedTuple):
         corruptions: those of `train.corruption` that make sense.
         references: whether a row may be an example with all its references.
         fits: (model's settings, source lengths, target lengths, equal neighbours in
-            the targets) -> which pairs can be learned; None where all can.
+            the targets) -> bool `[pairs]`, which can be learned; None where all can.
         unfit: what is said of those that cannot.
     """
 
-    loss: Callable[..., tuple[jax.Array, jax.Array]]
+    loss: Loss
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     shape: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     references: bool = False
-    fits: Callable[[ModelConfig, np.ndarray, np.ndarray, np.ndarray], Any] | None = None
+    fits: Callable[..., np.ndarray] | None = None
     unfit: str = ""
 
 
@@ -107,26 +109,27 @@ def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Los
         vocabulary: the target's.
         config: names the objective, its options and its corruption.
     """
-    objective = OBJECTIVES[config.objective]
-    options = {name: getattr(config, name) for name in objective.options}
+    bound = _with_options(config)
 
     def loss(params: PyTree, batch: Batch, key: Any, step: Any) -> Any:
         corrupt = corruption_at(config, step)
-        return objective.loss(
-            model, params, batch, vocabulary, key=key, corrupt=corrupt, **options
-        )
+        return bound(model, params, batch, vocabulary, key=key, corrupt=corrupt)
 
     return loss
 
 
 def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
     """Return the loss without dropout, smoothing and corruption: (params, batch)."""
-    objective = OBJECTIVES[config.objective]
-    options = {name: getattr(config, name) for name in objective.options}
-    if "label_smoothing" in options:
-        options["label_smoothing"] = 0.0
+    bound = _with_options(dataclasses.replace(config, label_smoothing=0.0))
 
     def loss(params: PyTree, batch: Batch) -> Any:
-        return objective.loss(model, params, batch, vocabulary, key=None, **options)
+        return bound(model, params, batch, vocabulary, key=None)
 
     return loss
+
+
+def _with_options(config: TrainConfig) -> Loss:
+    """The loss of the objective that is named, with the settings that it reads."""
+    objective = OBJECTIVES[config.objective]
+    options = {name: getattr(config, name) for name in objective.options}
+    return functools.partial(objective.loss, **options)
