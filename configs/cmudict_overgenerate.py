@@ -3,10 +3,11 @@
 Source: the second of two ways to know an output's length in lectures on
 non-autoregressive decoding; the other one predicts it (cmudict_parallel.py).
 Hardware: 2 idle CPU cores, about 10 minutes of training, by the time of a step.
-Expected: not measured yet.
+Expected: 39.5 % WER, 9.7 % PER without stress on the 12,606 test words; three ends
+instead of the first change nothing.
 Command: transformer-jax train --config=configs/cmudict_overgenerate.py \
         --workdir=runs/overgenerate
-    transformer-jax evaluate --workdir=runs/overgenerate --config.decode.length_beam=3
+    transformer-jax evaluate --workdir=runs/overgenerate
 """
 
 import ml_collections
