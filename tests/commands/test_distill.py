@@ -138,6 +138,37 @@ def test_damaged_outputs_are_made_anew(how, trained, taken, finished, tmp_path):
     assert contents(taken) == contents(finished[0])
 
 
+@pytest.mark.parametrize("counts", [{"ok": 5}, {"ok": 5000}, {}])
+def test_outputs_that_are_not_as_many_as_counted_are_made_anew(
+    counts, trained, taken, finished
+):
+    """Not written once more behind what is there, nor called finished."""
+    altered(taken, counts=counts)
+    called = distilled(trained[0], taken, RATIO)
+    assert "is damaged: beginning anew" in called.err
+    assert called.out == finished[1].out
+    assert contents(taken) == contents(finished[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bytes": "12"},
+        {"bytes": None},
+        {"counts": None},
+        {"counts": ["ok"]},
+        {"counts": {"ok": "1"}},
+        {"outputs_sha256": None},
+    ],
+)
+def test_a_manifest_that_counts_nothing_is_damaged(changes, trained, taken):
+    altered(taken, **changes)
+    before = contents(taken)
+    refused = distilled(trained[0], taken, RATIO)
+    assert_refused(refused, "manifest.json is damaged", "delete")
+    assert contents(taken) == before
+
+
 def test_an_output_that_would_be_two_lines_is_none():
     """Of a symbol that holds a line break."""
     output = Output((Hypothesis("A\nB", Status.OK, -1.0),), "")
@@ -151,6 +182,8 @@ def test_an_output_that_would_be_two_lines_is_none():
         ([RATIO, "--checkpoint=60"], ["another teacher"]),
         ([RATIO, "--config.decode.min_length=1"], ["another decode"]),
         (["--max_ratio=0.5"], ["max_ratio"]),
+        (["--max_ratio=nan"], ["--max_ratio must be finite, not nan"]),
+        (["--max_ratio=inf"], ["--max_ratio must be finite, not inf", "1000"]),
     ],
 )
 def test_other_settings_are_refused_in_a_folder_that_was_begun(
@@ -253,6 +286,20 @@ def test_students_refuse_outputs_that_are_not_for_them(
     complaint = assert_refused(called, *words)
     assert complaint.count("\n") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_a_teacher_was_trained_on_is_not_needed(data, taken, tmp_path, finished):
+    """The sources are the same, and so is what the manifest says of them."""
+    called = quick(data, tmp_path / "run", **{"data.distilled": taken})
+    assert called.code == 0, called.err
+    (taken / "manifest.json").unlink()
+    called = distilled(tmp_path / "run", tmp_path / "second")
+    assert called.code == 0, called.err
+    first, second = (
+        json.loads((folder / "manifest.json").read_text())
+        for folder in (finished[0], tmp_path / "second")
+    )
+    assert first["data"] == second["data"]
 
 
 def test_outputs_of_other_sources_are_refused(taken):

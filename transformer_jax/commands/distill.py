@@ -16,8 +16,10 @@ sees the real references. --config.data.keep_raw mixes both.
 Prints one JSON line: lines, and how many of each status.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import sys
@@ -74,6 +76,12 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     """Distill; return the counts."""
     if not values.output or not is_local(values.output):
         raise ConfigError("--output must name a folder of this machine for the outputs")
+    # NaN is above no bound and below none: every pair would pass, and none resume.
+    if not math.isfinite(values.max_ratio):
+        raise ConfigError(
+            f"--max_ratio must be finite, not {values.max_ratio}: a large number, such "
+            "as 1000, filters nothing"
+        )
     folder = pathlib.Path(values.output).expanduser()
     opened = open_run(values.workdir, read_settings(values))
     trained = load_model(opened, step=read_checkpoint(values))
@@ -89,6 +97,9 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
 def _manifest(trained: TrainedModel, max_ratio: float, lines: int) -> dict[str, Any]:
     """How the outputs come about: what decides them, and nothing else."""
     run = trained.run
+    # What the teacher itself was trained on decides nothing, and may be gone.
+    data = dataclasses.replace(run.config.data, distilled="", keep_raw=False)
+    raw = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
     # How many rows are decoded together changes no output.
     decode = to_dict(run.config)["decode"]
     del decode["rows"]
@@ -96,7 +107,7 @@ def _manifest(trained: TrainedModel, max_ratio: float, lines: int) -> dict[str, 
         "source": run.config.data.source,
         "split": "train",
         "lines": lines,
-        "data": run.cache("train").fingerprint,
+        "data": raw.cache("train").fingerprint,
         "teacher": {
             "workdir": str(run.workdir),
             "step": trained.step,
@@ -142,9 +153,9 @@ class _Outputs:
             )
         data = outputs.read_bytes() if outputs.exists() else b""
         # What is behind was written by a call that was stopped.
-        data = data[: saved.get("bytes", 0)]
+        data = data[: saved["bytes"] if saved else 0]
         self._digest = hashlib.sha256(data)
-        if saved and self._digest.hexdigest() != saved.get("outputs_sha256"):
+        if saved and not self._agrees(saved, data):
             print(f"{outputs} is damaged: beginning anew", file=sys.stderr, flush=True)
             saved, data, self._digest = {}, b"", hashlib.sha256()
         self._size = len(data)
@@ -154,6 +165,11 @@ class _Outputs:
             self.record()
         with outputs.open("ab") as file:
             file.truncate(self._size)
+
+    def _agrees(self, saved: dict[str, Any], data: bytes) -> bool:
+        """Tell whether a manifest is that of these outputs, whose lines it counts."""
+        same = self._digest.hexdigest() == saved["outputs_sha256"]
+        return same and data.count(b"\n") == sum(saved["counts"].values())
 
     def append(self, lines: Sequence[str], verdicts: Sequence[str]) -> None:
         """Write lines, then the manifest."""
@@ -184,8 +200,13 @@ class _Outputs:
             return {}
         try:
             saved = {**json.loads(path.read_text("utf-8"))}
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged: delete {self._folder}") from error
+            numbers = saved["bytes"], *saved["counts"].values()
+            whole = all(type(each) is int for each in numbers)
+            whole = whole and "outputs_sha256" in saved
+        except (ValueError, TypeError, KeyError, AttributeError):
+            whole = False
+        if not whole:
+            raise ConfigError(f"{path} is damaged: delete {self._folder}")
         wanted = self._manifest
         if changed := [key for key in wanted if saved.get(key) != wanted[key]]:
             raise ConfigError(
