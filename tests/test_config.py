@@ -50,6 +50,7 @@ def test_a_misspelt_field_of_a_config_file_is_refused():
         ({"data": {"bucket_lengths": [9, 4]}}, "must be rising integers"),
         ({"data": {"bucket_lengths": [4, "a"]}}, "must be rising integers"),
         ({"decode": {"max_length": 10**9}}, "decode.max_length must be between 1"),
+        ({"model": {"length_classes": 10**9}}, "length_classes must be between 2 and"),
         ({"train": {"seed": 2**32}}, "train.seed must be between 0 and"),
         ({"data": {"bucket_lengths": []}}, "must be rising integers"),
         ({"data": {"bucket_lengths": [4, 5000]}}, "must lie between 2 and"),

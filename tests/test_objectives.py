@@ -218,6 +218,18 @@ PAIRINGS = [
         "positions=none leaves the empty places of .*=uniform_copy all alike",
     ),
     (
+        "parallel",
+        {"model": {"decoder_inputs": "soft_copy", "positions": "none"}},
+        "positions=none leaves the last empty places of .*=soft_copy all alike: use "
+        "sinusoidal, learned, one_hot positions$",
+    ),
+    (
+        "ctc",
+        {"model": {"upsample": 10**9}},
+        "upsample=1000000000 and model.extra_slots=0 make a canvas of .* than 65536",
+    ),
+    ("overgenerate", {"model": {"extra_slots": 10**9}}, "make a canvas of 1000000096"),
+    (
         "ctc",
         {"model": {"decoder_attention": "causal() & local(3)"}},
         r"decoder_attention 'causal\(\) & local\(3\)' is causal, but the decoder of .*"

@@ -14,6 +14,9 @@ from typing import Any
 
 import ml_collections
 
+# The longest sequences, so that a slip of the finger does not ask for all memory.
+MOST_PLACES = 2**16
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work; the message names the field and the remedy."""
@@ -112,7 +115,7 @@ class ModelConfig(_Checked):
     # it is; and how many lengths are told apart.
     length_from: str = _field("pooled", choices=("pooled", "token"))
     length_target: str = _field("offset", choices=("offset", "absolute"))
-    length_classes: int = _field(64, low=2)
+    length_classes: int = _field(64, low=2, high=2 * MOST_PLACES)
     # Places of a canvas whose length is not predicted: upsample |x| + extra_slots.
     upsample: int = _field(3, low=1)
     extra_slots: int = _field(0, low=0)
@@ -276,9 +279,9 @@ class DecodeConfig(_Checked):
     use_ema: bool = False
     # Longest output; END is counted where the strategy writes one. The cache is that
     # long, so its size has an end.
-    max_length: int = _field(32, low=1, high=2**16)
+    max_length: int = _field(32, low=1, high=MOST_PLACES)
     # Longest source; a longer one is refused as INVALID.
-    max_source_length: int = _field(32, low=1, high=2**16)
+    max_source_length: int = _field(32, low=1, high=MOST_PLACES)
     rows: int = _field(256, low=1)
 
     def __post_init__(self) -> None:

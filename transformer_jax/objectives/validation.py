@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.attention.reach import first_edges
-from transformer_jax.config import Config, ConfigError, DecodeConfig, TrainConfig
+from transformer_jax.config import (
+    MOST_PLACES,
+    Config,
+    ConfigError,
+    DecodeConfig,
+    TrainConfig,
+)
 from transformer_jax.models import CANVASES, read_patterns
 from transformer_jax.objectives.table import OBJECTIVES, Objective
 from transformer_jax.patterns import causal
@@ -195,21 +201,31 @@ def _check_corruption(config: TrainConfig, objective: Objective) -> None:
 
 
 def _check_canvas(config: Config) -> None:
-    """Refuse a canvas whose places cannot be told apart."""
+    """Refuse a canvas too large, or one whose places cannot be told apart."""
     model = config.model
     if config.train.objective not in CANVASES:
         return
+    if (places := _longest(config)[1]) > MOST_PLACES:
+        raise ConfigError(
+            f"model.upsample={model.upsample} and model.extra_slots="
+            f"{model.extra_slots} make a canvas of {places} places, more than "
+            f"{MOST_PLACES}: lower them"
+        )
     added = ("sinusoidal", "learned", "one_hot")
     inputs = model.decoder_inputs
     alike = {
         "mask": model.positions not in added,
         "uniform_copy": model.positions == "none",
+        # Behind the last source place all distances grow alike.
+        "soft_copy": model.positions == "none",
     }
-    if alike.get(inputs):
+    if alike[inputs]:
+        which = "last empty places" if inputs == "soft_copy" else "empty places"
+        others = "" if model.positions == "none" else ", or other decoder_inputs"
         raise ConfigError(
-            f"model.positions={model.positions} leaves the empty places of "
+            f"model.positions={model.positions} leaves the {which} of "
             f"model.decoder_inputs={inputs} all alike: use "
-            f"{', '.join(added)} positions, or other decoder_inputs"
+            f"{', '.join(added)} positions{others}"
         )
 
 
