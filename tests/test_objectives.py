@@ -180,6 +180,7 @@ PAIRINGS = [
     ("ctc", {"decode": {"rescorer": "x"}}, "rescorer .* use .*=ctc_beam_search, or"),
     ("ctc", {"decode": {"length_beam": 2}}, "decode.length_beam does nothing"),
     ("overgenerate", {"decode": {"min_length": 32}}, "min_length=32 and an end do not"),
+    ("parallel", {"decode": {"min_length": 33}}, "min_length=33 does not fit in"),
     # Corruptions and references of other objectives.
     (
         "autoregressive",
@@ -199,6 +200,11 @@ PAIRINGS = [
         "train.corruption_choice does nothing with train.corruption 'glancing'",
     ),
     ("ctc", {"train": {"keep_start": 0.5}}, "train.keep_start does nothing"),
+    (
+        "ctc",
+        {"train": {"corruption": "glancing", "keep_start": 0.3}},
+        "keep_start=0.3 lies below train.keep_floor=0.5, .*: lower the floor, or",
+    ),
     (
         "parallel",
         {"data": {"references": "all"}},
@@ -226,9 +232,13 @@ PAIRINGS = [
     (
         "ctc",
         {"model": {"upsample": 10**9}},
-        "upsample=1000000000 and model.extra_slots=0 make a canvas of .* than 65536",
+        "its canvas .*, more than 65536: lower model.upsample",
     ),
-    ("overgenerate", {"model": {"extra_slots": 10**9}}, "make a canvas of 1000000096"),
+    (
+        "overgenerate",
+        {"model": {"extra_slots": 10**9}},
+        "its canvas 1000000096, more than",
+    ),
     (
         "ctc",
         {"model": {"decoder_attention": "causal() & local(3)"}},
@@ -236,6 +246,17 @@ PAIRINGS = [
         r"'ctc' reads both sides of a place: leave causal\(\) out",
     ),
     ("parallel", {"model": {"decoder_attention": "full(); local(2, 0)"}}, "is causal"),
+    # A canvas that no machine holds.
+    (
+        "ctc",
+        {"model": {"upsample": 10**6}},
+        "source has 32 places and its canvas 32000000, .*: lower model.upsample",
+    ),
+    (
+        "parallel",
+        {"data": {"bucket_lengths": (2**17,), "tokens_per_batch": 2**17}},
+        "source has 131072 places .* or decode.max_source_length$",
+    ),
     # The canvas, not the buckets, is the longest target.
     (
         "ctc",
@@ -281,6 +302,12 @@ def test_pairings_that_cannot_work_are_refused_in_one_line(
             {"decode": {"strategy": "parallel", "length_beam": 3, "min_length": 1}},
         ),
         ("parallel", {"data": {"keep_raw": True, "distilled": "x"}}),
+        # All places are symbols.
+        ("parallel", {"decode": {"min_length": 32}}),
+        (
+            "parallel",
+            {"train": {"corruption": "glancing", "keep_start": 0.5}},
+        ),
     ],
 )
 def test_their_neighbours_are_allowed(objective, sections):

@@ -135,6 +135,17 @@ def test_places_are_copied_evenly_with_halves_to_even():
     assert halves > 50
 
 
+@pytest.mark.parametrize(
+    ("S", "T"), [(2**16, 2**16), (2**16, 2**16 - 7), (2**16, 2**15 + 5)]
+)
+def test_places_of_the_longest_sources_are_right(S, T):
+    """A product of two lengths does not fit into 31 bits."""
+    sources, targets = jnp.array([S], jnp.int32), jnp.array([T], jnp.int32)
+    found = copy_places(sources, targets, T)[0]
+    for i in (0, 1, T // 3, T - 2, T - 1):
+        assert found[i] == round(Fraction(S - 1, T - 1) * i)
+
+
 class TestSoftCopy:
     SOURCES = jnp.array([1, 4, 7, 0], jnp.int32)
     TARGETS = jnp.array([3, 5, 1, 2], jnp.int32)

@@ -88,16 +88,17 @@ def copy_places(
     between devices. Behind a row's length the last place is repeated.
 
     Args:
-        source_lengths: S, `[B]`, at least 1.
-        lengths: T, `[B]`.
+        source_lengths: S, `[B]`, in 1..2^16.
+        lengths: T, `[B]`, at most 2^16.
         size: places to return.
     """
-    last = jnp.maximum(lengths - 1, 1)[:, None]
-    places = jnp.minimum(jnp.arange(size, dtype=lengths.dtype)[None], last)
-    spread = places * jnp.maximum(source_lengths - 1, 0)[:, None]
+    # Unsigned, a product of two such lengths has room.
+    last = jnp.maximum(lengths - 1, 1)[:, None].astype(jnp.uint32)
+    places = jnp.minimum(jnp.arange(size, dtype=jnp.uint32)[None], last)
+    spread = places * jnp.maximum(source_lengths - 1, 0)[:, None].astype(jnp.uint32)
     whole, rest = spread // last, spread % last
     up = (2 * rest > last) | ((2 * rest == last) & (whole % 2 == 1))
-    copied = whole + up.astype(whole.dtype)
+    copied = (whole + up.astype(whole.dtype)).astype(lengths.dtype)
     return jnp.where(lengths[:, None] > 1, copied, jnp.zeros_like(copied))
 
 

@@ -32,6 +32,8 @@ OPTIONS = {
     "ctc_greedy": (),
     "ctc_beam_search": ("beam_size", "rescorer"),
 }
+# Strategies that write no END.
+ENDLESS = ("parallel", "mask_predict")
 # What `decode.strategy` is where the objective shall say.
 AUTO = "auto"
 
@@ -139,9 +141,11 @@ def _check_decoding(config: DecodeConfig, objective: Objective) -> None:
             "decode.alpha does nothing with decode.penalty 'none': use average or "
             f"gnmt, or set it to {idle['alpha']!r}"
         )
-    if config.min_length >= config.max_length:
+    ends = config.strategy not in ENDLESS
+    if config.min_length + ends > config.max_length:
+        needed = "and an end do" if ends else "does"
         raise ConfigError(
-            f"decode.min_length={config.min_length} and an end do not fit in "
+            f"decode.min_length={config.min_length} {needed} not fit in "
             f"decode.max_length={config.max_length}: change one"
         )
 
@@ -192,6 +196,12 @@ def _check_corruption(config: TrainConfig, objective: Objective) -> None:
     }.get(config.corruption, set())
     if config.keep_schedule == "constant":
         unused = unused | {"keep_scale", "keep_start"}
+    if config.keep_start < config.keep_floor and "keep_start" not in unused:
+        raise ConfigError(
+            f"train.keep_start={config.keep_start} lies below train.keep_floor="
+            f"{config.keep_floor}, so that nothing changes: lower the floor, or use "
+            "train.keep_schedule=constant"
+        )
     for name, default in _changed(config, unused).items():
         raise ConfigError(
             f"train.{name} does nothing with train.corruption "
@@ -201,15 +211,16 @@ def _check_corruption(config: TrainConfig, objective: Objective) -> None:
 
 
 def _check_canvas(config: Config) -> None:
-    """Refuse a canvas too large, or one whose places cannot be told apart."""
+    """Refuse a canvas without an end, or whose places cannot be told apart."""
     model = config.model
     if config.train.objective not in CANVASES:
         return
-    if (places := _longest(config)[1]) > MOST_PLACES:
+    source, canvas = _longest(config)
+    if max(source, canvas) > MOST_PLACES:
         raise ConfigError(
-            f"model.upsample={model.upsample} and model.extra_slots="
-            f"{model.extra_slots} make a canvas of {places} places, more than "
-            f"{MOST_PLACES}: lower them"
+            f"the longest source has {source} places and its canvas {canvas}, more "
+            f"than {MOST_PLACES}: lower model.upsample, model.extra_slots, "
+            "data.bucket_lengths or decode.max_source_length"
         )
     added = ("sinusoidal", "learned", "one_hot")
     inputs = model.decoder_inputs
