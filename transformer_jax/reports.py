@@ -42,7 +42,8 @@ class Reports:
         progress: the line for people.
 
     Attributes:
-        last_loss: mean loss a token of the last report; not a number before it.
+        last_loss: mean loss a token of the last report that has one; not a number
+            before it.
     """
 
     def __init__(self, run: Run, cache: TokenCache, progress: Progress) -> None:
@@ -104,12 +105,15 @@ class Reports:
         now = Mark(step, time.perf_counter(), waited)
         before, self._mark = self._mark, now
         seconds = now.clock - before.clock
-        self.last_loss = float(losses.sum() / tokens.sum())
+        mean = {}
+        # Where nothing counted, as on canvases that are all shown, there is none.
+        if tokens.sum() > 0:
+            self.last_loss = mean["loss"] = float(losses.sum() / tokens.sum())
         speed = tokens.sum() / seconds
         wait_share = (waited - before.waited) / seconds
         self._write(
             step,
-            loss=self.last_loss,
+            **mean,
             learning_rate=float(self._schedule(jnp.asarray(step - 1))),
             gradient_norm=float(norms.mean()),
             tokens_per_second=speed,

@@ -207,6 +207,25 @@ def test_what_cannot_be_trained_is_refused_in_one_line(data, tmp_path, settings,
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_steps_in_which_nothing_counts_have_no_loss(data, tmp_path):
+    """All is wrong at first, so glancing shows all, and no symbol is left to learn."""
+    settings = {
+        "train.objective": "parallel",
+        "train.corruption": "glancing",
+        "train.keep_floor": 1.0,
+        "train.log_every": 1,
+        # One row.
+        "data.tokens_per_batch": 8,
+    }
+    called = quick(data, tmp_path / "run", **settings)
+    assert (called.code, "Traceback" in called.err) == (0, False), called.err
+    losses = metrics_of(tmp_path / "run")
+    assert len(losses) < len(metrics_of(tmp_path / "run", "gradient_norm")) == 3
+    assert np.isfinite([loss for _, loss in losses]).all()
+    last = losses[-1][1] if losses else None
+    assert json.loads(called.out)["loss"] == last
+
+
 @pytest.mark.parametrize("unfit", [1, 9])
 def test_what_cannot_be_validated_is_counted_too(data, tmp_path, monkeypatch, unfit):
     """And refused where there is so much of it that the loss means little."""
