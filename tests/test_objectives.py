@@ -243,7 +243,7 @@ PAIRINGS = [
         "ctc",
         {"model": {"decoder_attention": "causal() & local(3)"}},
         r"decoder_attention 'causal\(\) & local\(3\)' is causal, but the decoder of .*"
-        r"'ctc' reads both sides of a place: leave causal\(\) out",
+        r"'ctc' reads both sides of a place: use one that reaches ahead",
     ),
     ("parallel", {"model": {"decoder_attention": "full(); local(2, 0)"}}, "is causal"),
     # A canvas that no machine holds.

@@ -276,7 +276,7 @@ def _check_attention(config: Config) -> None:
                     raise ConfigError(
                         f"model.{field} {str(pattern)!r} is causal, but the decoder "
                         f"of train.objective {config.train.objective!r} reads both "
-                        "sides of a place: leave causal() out"
+                        "sides of a place: use one that reaches ahead"
                     )
                 pattern = pattern if bidirectional else pattern & causal()
             heads = range(pattern.heads or 1)
