@@ -153,16 +153,14 @@ def test_derivatives_equal_finite_differences(kind):
 
         totals = jax.jit(jax.vmap(function))
         gradient = jax.jit(jax.grad(lambda vector: function(vector).sum()))
-        step = 1e-6 * jnp.eye(vector.size)
-        slopes = (totals(vector[None] + step) - totals(vector[None] - step)).sum(
-            1
-        ) / 2e-6
-        found = gradient(vector)
+        vector, step = np.asarray(vector), 1e-6 * np.eye(vector.size)
+        slopes = np.sum(totals(vector + step) - totals(vector - step), axis=1) / 2e-6
+        found = np.asarray(gradient(vector))
         np.testing.assert_allclose(found, slopes, atol=1e-8)
-        assert not found[vector == -jnp.inf].any()
+        assert not found[vector == -np.inf].any()
         along = np.random.default_rng(1).normal(size=vector.size)
         ahead, behind = (gradient(vector + h * along) for h in (1e-6, -1e-6))
-        _, second = jax.jvp(gradient, [vector], [along])
+        second = jax.jit(lambda at: jax.jvp(gradient, [at], [along])[1])(vector)
         np.testing.assert_allclose(second, (ahead - behind) / 2e-6, atol=1e-7)
 
 
