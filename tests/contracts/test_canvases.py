@@ -59,14 +59,14 @@ class TestMaskPredict:
             jax.debug.callback(seen.append, tokens, ordered=True)
             return predict(tokens, lengths)
 
-        found = STRATEGIES["mask_predict"](
-            watched,
-            jnp.asarray(lengths),
-            passes=passes,
-            max_length=7,
-            mask_id=MASK,
-            pad_id=PAD,
-        )
+        @jax.jit
+        def decoded(lengths):
+            settings = {"max_length": 7, "mask_id": MASK, "pad_id": PAD}
+            return STRATEGIES["mask_predict"](
+                watched, lengths, passes=passes, **settings
+            )
+
+        found = decoded(lengths)
         jax.effects_barrier()
         inside = np.arange(7) < lengths.reshape(-1, 1)
         hidden = [((np.asarray(canvas) == MASK) & inside).sum(1) for canvas in seen]

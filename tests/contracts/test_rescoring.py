@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 _rescored = jax.jit(rescored, static_argnames="pad_id")
 _ranked = jax.jit(ranked)
+_log_probability = jax.jit(sequence_log_probability, static_argnames="end_id")
 OK, EMPTY, UNFINISHED = Status.OK, Status.EMPTY, Status.UNFINISHED
 NOTHING = NONE._replace(status=Status.INFEASIBLE)
 
@@ -111,7 +112,7 @@ class TestSequenceLogProbability:
         places = logits.shape[1] - 1
         tokens = [[*one, *[filler] * places][:places] for one in self.OUTPUTS]
         lengths = [len(one) for one in self.OUTPUTS]
-        return sequence_log_probability(
+        return _log_probability(
             jnp.asarray(logits),
             jnp.array(tokens, jnp.int32),
             jnp.array(lengths, jnp.int32),
