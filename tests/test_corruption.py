@@ -50,6 +50,8 @@ def batch_of(rows=7, length=6):
 
 
 GIVEN = teacher_forcing(batch_of(), Vocabulary)
+# Enough places to count.
+WIDE = jax.tree.map(lambda x: np.tile(x, (60, 20)), GIVEN)
 
 
 def parrot(inputs):
@@ -57,10 +59,15 @@ def parrot(inputs):
     return jax.nn.one_hot(4 + inputs * 3 % 9, SIZE) * 50.0
 
 
-def corrupted(name, keep, predict=parrot, key=KEY, **options) -> DecoderInputs:
-    return CORRUPTIONS[name](
-        GIVEN, predict, key, jnp.float32(keep), Vocabulary, **options
-    )
+@functools.partial(jax.jit, static_argnames=("name", "predict", "choice"))
+def compiled(name, predict, given, key, keep, **options):
+    return CORRUPTIONS[name](given, predict, key, keep, Vocabulary, **options)
+
+
+def corrupted(
+    name, keep, predict=parrot, key=KEY, given=GIVEN, **options
+) -> DecoderInputs:
+    return compiled(name, predict, given, key, jnp.float32(keep), **options)
 
 
 def test_every_corruption_is_tested():
@@ -70,7 +77,8 @@ def test_every_corruption_is_tested():
 @pytest.mark.parametrize("name", OF_PREFIXES)
 class TestEveryCorruptionOfPrefixes:
     def test_labels_and_weights_stay(self, name):
-        found = corrupted(name, 0.3)
+        keep = jnp.float32(0.3)
+        found = CORRUPTIONS[name](GIVEN, parrot, KEY, keep, Vocabulary)
         assert found.labels is GIVEN.labels
         assert found.weights is GIVEN.weights
 
@@ -82,19 +90,17 @@ class TestEveryCorruptionOfPrefixes:
             return parrot(inputs).at[..., :4].set(99.0)
 
         found = corrupted(name, 0.0, predict=likes_specials).inputs
-        np.testing.assert_array_equal(found[:, 0], GIVEN.inputs[:, 0])
+        found = np.asarray(found)
+        np.testing.assert_array_equal(found[:, 0], np.asarray(GIVEN.inputs)[:, 0])
         assert (found[:, 1:] >= 4).all()
         assert (found < SIZE).all()
         assert found.dtype == GIVEN.inputs.dtype
 
     def test_the_share_is_kept(self, name):
-        wide = jax.tree.map(lambda x: jnp.tile(x, (60, 20)), GIVEN)
         # Answers that never are the input, so that every replacement shows.
-        other = DecoderInputs(jnp.full_like(wide.inputs, 12), *wide[1:])
-        found = CORRUPTIONS[name](
-            other, lambda i: parrot(i * 0), KEY, jnp.float32(0.7), Vocabulary
-        )
-        same = np.asarray(found.inputs == 12)[:, 1:]
+        other = DecoderInputs(np.full_like(WIDE.inputs, 12), *WIDE[1:])
+        found = corrupted(name, 0.7, lambda i: parrot(i * 0), given=other)
+        same = np.asarray(found.inputs)[:, 1:] == 12
         expected = 0.7 + (0.3 / 9 if name == "random_replacement" else 0)
         assert abs(same.mean() - expected) < 5 * 0.5 / same.size**0.5
 
@@ -111,31 +117,28 @@ class TestEveryCorruptionOfPrefixes:
 @pytest.mark.parametrize("choice", ["argmax", "sample"])
 def test_the_answer_at_t_is_the_input_at_t_plus_1(choice):
     found = corrupted("scheduled_sampling", 0.0, choice=choice).inputs
-    answers = 4 + GIVEN.inputs * 3 % 9
-    np.testing.assert_array_equal(found[:, 1:], answers[:, :-1])
+    answers = 4 + np.asarray(GIVEN.inputs) * 3 % 9
+    np.testing.assert_array_equal(np.asarray(found)[:, 1:], answers[:, :-1])
 
 
 def test_answers_are_drawn_as_often_as_the_model_says():
     shares = np.zeros(SIZE)
     shares[[5, 8, 9]] = 0.6, 0.3, 0.1
-    wide = jax.tree.map(lambda x: jnp.tile(x, (60, 20)), GIVEN)
 
     def predict(inputs):
         return jnp.broadcast_to(jnp.log(shares), (*inputs.shape, SIZE))
 
-    found = CORRUPTIONS["scheduled_sampling"](
-        wide, predict, KEY, jnp.float32(0.0), Vocabulary, choice="sample"
-    ).inputs[:, 1:]
-    counts = np.bincount(np.asarray(found).ravel(), minlength=SIZE) / found.size
+    options = {"given": WIDE, "choice": "sample"}
+    found = corrupted("scheduled_sampling", 0.0, predict, **options).inputs
+    found = np.asarray(found)[:, 1:]
+    counts = np.bincount(found.ravel(), minlength=SIZE) / found.size
     np.testing.assert_allclose(counts, shares, atol=5 * 0.5 / found.size**0.5)
 
 
 def test_random_replacements_are_uniform():
-    wide = jax.tree.map(lambda x: jnp.tile(x, (60, 20)), GIVEN)
-    found = CORRUPTIONS["random_replacement"](
-        wide, None, KEY, jnp.float32(0.0), Vocabulary
-    ).inputs[:, 1:]
-    counts = np.bincount(np.asarray(found).ravel(), minlength=SIZE) / found.size
+    found = corrupted("random_replacement", 0.0, None, given=WIDE).inputs
+    found = np.asarray(found)[:, 1:]
+    counts = np.bincount(found.ravel(), minlength=SIZE) / found.size
     np.testing.assert_allclose(counts[4:], 1 / 9, atol=5 * 0.4 / found.size**0.5)
 
 
@@ -177,44 +180,47 @@ def test_a_schedule_begins_at_its_start_and_ends_at_its_floor(start):
 
 MASK = 12
 CANVAS = known_length(batch_of(), MASK)
-PLACES = np.asarray(CANVAS.weights) > 0
+LABELS, PLACES = np.asarray(CANVAS.labels), np.asarray(CANVAS.weights) > 0
 WRONG = np.random.default_rng(4).random(PLACES.shape) < 0.6
 
 
-def mistaken(wrong, right=CANVAS.labels):
+def mistaken(wrong, right):
     """A model that is wrong where it is told to be, and at every place that is none."""
-    wrong = jnp.asarray(wrong | ~PLACES)
+    wrong = wrong | ~PLACES
     return lambda inputs: jax.nn.one_hot(jnp.where(wrong, 4 + right % 7, right), SIZE)
 
 
-def glanced(keep, wrong=WRONG, key=KEY, **hints):
-    predict = mistaken(wrong, **hints)
-    options = {"align": lambda logits: hints["right"]} if hints else {}
-    glancing = CORRUPTIONS["glancing"]
-    return glancing(CANVAS, predict, key, jnp.float32(keep), Vocabulary, **options)
+@functools.partial(jax.jit, static_argnames="aligned")
+def _glanced(keep, wrong, right, key, aligned):
+    options = {"align": lambda logits: right} if aligned else {}
+    predict = mistaken(wrong, right)
+    return CORRUPTIONS["glancing"](CANVAS, predict, key, keep, Vocabulary, **options)
+
+
+def glanced(keep, wrong=WRONG, key=KEY, right=None):
+    aligned, right = right is not None, LABELS if right is None else right
+    return _glanced(np.float32(keep), wrong, right, key, aligned=aligned)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.25, 1 / 3, 0.5, 1.0])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_share_of_the_wrong_places_is_shown(keep, aligned):
     # With an alignment the right answers are its own, not the labels.
-    right = (CANVAS.labels * 3 + 1) % 7 + 4 if aligned else CANVAS.labels
-    found = glanced(keep, **{"right": right} if aligned else {})
+    right = (LABELS * 3 + 1) % 7 + 4 if aligned else LABELS
+    found = glanced(keep, right=right if aligned else None)
     shown = np.asarray(found.inputs) != MASK
     wanted = np.floor(np.float32(keep) * (WRONG & PLACES).sum(1))
     np.testing.assert_array_equal(shown.sum(1), wanted)
     assert not (shown & ~PLACES).any()
     np.testing.assert_array_equal(found.inputs, np.where(shown, right, MASK))
     np.testing.assert_array_equal(found.weights, PLACES & ~shown)
-    assert found.labels is CANVAS.labels
+    np.testing.assert_array_equal(found.labels, LABELS)
     assert found.inputs.dtype == CANVAS.inputs.dtype
 
 
 def test_with_all_wrong_and_all_kept_everything_is_shown():
     found = glanced(1.0, wrong=np.ones_like(PLACES))
-    np.testing.assert_array_equal(
-        found.inputs, np.where(PLACES, CANVAS.labels, CANVAS.inputs)
-    )
+    np.testing.assert_array_equal(found.inputs, np.where(PLACES, LABELS, CANVAS.inputs))
     assert not found.weights.any()
 
 
@@ -311,18 +317,17 @@ def test_glancing_at_nothing_is_the_plain_loss_bit_for_bit(objective):
 def test_an_answer_depends_on_earlier_inputs_alone(params):
     batch = batch_of()
 
-    def inputs(given):
-        def predict(read):
-            arguments = (batch.source, batch.source_lengths, read)
-            return MODEL.apply({"params": params}, *arguments)
+    def predict(read):
+        arguments = (batch.source, batch.source_lengths, read)
+        return MODEL.apply({"params": params}, *arguments)
 
-        return CORRUPTIONS["scheduled_sampling"](
-            given, predict, KEY, jnp.float32(0.0), Vocabulary
-        ).inputs
+    def inputs(given):
+        found = corrupted("scheduled_sampling", 0.0, predict, given=given)
+        return np.asarray(found.inputs)
 
     before = inputs(GIVEN)
-    place = 3
-    changed = GIVEN.inputs.at[:, place].set(GIVEN.inputs[:, place] % 9 + 4)
+    place, changed = 3, np.array(GIVEN.inputs)
+    changed[:, place] = changed[:, place] % 9 + 4
     after = inputs(GIVEN._replace(inputs=changed))
     np.testing.assert_array_equal(before[:, : place + 1], after[:, : place + 1])
     assert (before[:, place + 1] != after[:, place + 1]).any()
