@@ -80,7 +80,8 @@ class Built(NamedTuple):
         """Encoded source and logits, of the usual batch if nothing else is given."""
         canvas = self.canvas if canvas is None else canvas
         params = self.params if params is None else params
-        return self.forward(params, source, lengths, canvas, PLACES)
+        # As NumPy's: every slice of a JAX array is a program of its own.
+        return jax.device_get(self.forward(params, source, lengths, canvas, PLACES))
 
 
 @functools.cache
@@ -119,9 +120,9 @@ def test_buckets_and_batch_mates_change_nothing(name):
     source[0, :length] = SOURCE[row, :length]
     canvas = np.full((2, T + 2), 8, np.int32)
     canvas[0, :places] = built.canvas[row, :places]
-    apart, others = built.forward(
-        *(built.params, source, np.array([length, S + 3], np.int32)),
-        *(canvas, np.array([places, T + 2], np.int32)),
+    lengths, ends = np.array([[length, S + 3], [places, T + 2]], np.int32)
+    apart, others = jax.device_get(
+        built.forward(built.params, source, lengths, canvas, ends)
     )
     assert_same(others[0, :places], logits[row, :places])
     assert_same(apart.memory[0, :length], encoded.memory[row, :length])
@@ -288,7 +289,8 @@ def test_gradients_reach_every_parameter():
         encoded, logits = built.forward(params, SOURCE, LENGTHS, built.canvas, PLACES)
         return sum(jax.nn.log_softmax(x)[..., 3].sum() for x in (encoded[2], logits))
 
-    for name, leaf in named(gradient(built.params)).items():
+    found = jax.device_get(gradient(built.params))
+    for name, leaf in named(found).items():
         assert leaf.any(), name
         assert np.isfinite(leaf).all(), name
 
