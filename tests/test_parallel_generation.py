@@ -50,12 +50,17 @@ def sources(rows, length=LENGTH, seed=1):
     return np.pad(ids, padding, constant_values=5), lengths
 
 
-@functools.cache
+def objective_of(strategy):
+    return next(name for name, row in OBJECTIVES.items() if strategy in row.strategies)
+
+
 def model_of(strategy):
     """A model that can be decoded by a strategy, and its parameters."""
-    objective = next(
-        name for name, row in OBJECTIVES.items() if strategy in row.strategies
-    )
+    return trained_for(objective_of(strategy))
+
+
+@functools.cache
+def trained_for(objective):
     model = build_model(CONFIG, objective)
     params = drawn(model, *sources(2), sources(2)[0], scale=0.7)
     # Biases make all places alike.
@@ -86,19 +91,26 @@ def nbest_of(strategy):
     return 1 if strategy == "ctc_greedy" else 3
 
 
-def log_probs(strategy, tokens, places):
-    """What the model says of canvases: `[rows, T, V]`, under the constraints."""
-    model, params = model_of(strategy)
-    several = len(tokens) // ROWS
+@functools.cache
+def said_by(objective):
+    """Compiled: parameters, sources, canvases -> encoded sources, logits."""
+    model, _ = trained_for(objective)
 
     @jax.jit
     def forward(params, source, lengths, *canvas):
+        several = len(canvas[0]) // ROWS
         encoded = model.apply({"params": params}, source, lengths, method="encode")
         repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, several, 0), encoded)
         given = repeated, *canvas
         return encoded, model.apply({"params": params}, *given, method="predict")
 
-    canvas = tokens, places
+    return forward
+
+
+def log_probs(strategy, tokens, places):
+    """What the model says of canvases: `[rows, T, V]`, under the constraints."""
+    _, params = model_of(strategy)
+    forward, canvas = said_by(objective_of(strategy)), (tokens, places)
     encoded, logits = jax.device_get(forward(params, *sources(ROWS), *canvas))
     logits = logits.copy()
     logits[..., NEVER] = -np.inf
