@@ -54,8 +54,11 @@ def _decode(strategy, size, settings, model, poison):
     more = dict(settings) | {"pad_id": PAD}
     if strategy != "overgenerate":
         more = {"max_length": size} | more
+    candidates = model.lengths.shape[1] if strategy in BY_LENGTH else 1
+    # Eager decoding is of the strategy's own operations, not of the fake model's.
+    predict = jax.jit(model.predict(candidates, poison))
     if strategy in BY_LENGTH:
-        given = [model.predict(model.lengths.shape[1], poison), model.lengths]
+        given = [predict, model.lengths]
         if strategy == "parallel":
             given.append(model.scores)
         return STRATEGIES[strategy](*given, mask_id=MASK, **more)
@@ -64,7 +67,7 @@ def _decode(strategy, size, settings, model, poison):
     more["end_id" if strategy == "overgenerate" else "blank_id"] = (
         END if strategy == "overgenerate" else BLANK
     )
-    return STRATEGIES[strategy](model.predict(1, poison)(empty, places), places, **more)
+    return STRATEGIES[strategy](predict(empty, places), places, **more)
 
 
 _jitted = jax.jit(_decode, static_argnums=(0, 1, 2))
