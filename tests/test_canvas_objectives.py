@@ -29,16 +29,16 @@ from transformer_jax.objectives.canvas import known_length, overlong
 from transformer_jax.objectives.fitting import has_class, holds_blanks, holds_end
 
 
-def asked_of(objective, batch, **options):
+@functools.partial(jax.jit, static_argnames=("objective", "options"))
+def _asked_of(objective, batch, key, options):
+    model = Oracle()
+    loss_of(objective, model, batch, key=key, **dict(options))
+    return model.asked
+
+
+def asked_of(objective, batch, key=None, **options):
     """What a model is asked: inputs, lengths and the key of dropout, for each pass."""
-
-    @jax.jit
-    def asked(batch):
-        model = Oracle()
-        loss_of(objective, model, batch, **options)
-        return model.asked
-
-    return jax.device_get(asked(batch))
+    return jax.device_get(_asked_of(objective, batch, key, tuple(options.items())))
 
 
 # --- What is written -------------------------------------------------------------
