@@ -204,13 +204,19 @@ def test_models_that_write_all_at_once_are_measured_beside():
     assert found["compilations"]["count"] == 2 * (1 + len(names))
 
 
-@pytest.mark.parametrize("system", CANVAS_SYSTEMS)
-def test_canvas_models_have_the_weights_of_the_others(system):
+@pytest.fixture(scope="module")
+def others():
+    """Settings, and an autoregressive model with its weights."""
     settings = decode.Settings(**SMALL)
     config = settings.model_config(1, 1)
-    params = shape.draw_params(config, settings.symbols(), 0)
+    return settings, config, shape.draw_params(config, settings.symbols(), 0)
+
+
+@pytest.mark.parametrize("system", CANVAS_SYSTEMS)
+def test_canvas_models_have_the_weights_of_the_others(system, others):
+    settings, config, params = others
     decoder = CanvasDecoder(system, config, params, settings, passes=1)
-    mine, theirs = named(decoder.params), named(params)
+    mine, theirs = map(named, jax.device_get((decoder.params, params)))
     assert theirs.keys() <= mine.keys()
     for name, leaf in theirs.items():
         np.testing.assert_array_equal(mine[name][: len(leaf)], leaf)
