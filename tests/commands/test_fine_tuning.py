@@ -16,6 +16,9 @@ from transformer_jax.runs import open_run
 
 # The learning rate of the first step is zero.
 ONE_STEP = {**TRAINED, "train.steps": 1, "train.ema_decay": 0.9}
+# One bucket: half as much to compile. Sums of other batches are rounded otherwise.
+ONE_STEP |= {"data.bucket_lengths": "(8,)"}
+TOLERANCE = 3e-6
 
 
 def params_of(workdir, step, **decode):
@@ -44,7 +47,7 @@ def test_fine_tuning_begins_where_the_other_run_was_best(trained, tuned):
     assert f"beginning with the parameters of {trained[0]}@{best}" in tuned[1].err
     assert json.loads(tuned[1].out)["step"] == 1
     np.testing.assert_allclose(
-        validation_loss(tuned[0], 1), validation_loss(trained[0], best), rtol=1e-6
+        validation_loss(tuned[0], 1), validation_loss(trained[0], best), rtol=TOLERANCE
     )
     record = json.loads((tuned[0] / "config.json").read_text())
     assert record["init_from"] == {"workdir": str(trained[0]), "step": best}
@@ -73,7 +76,7 @@ def test_another_step_can_be_named(data, trained, tmp_path):
     called = train(data, tmp_path, f"--init_from={trained[0]}@60", **ONE_STEP)
     assert called.code == 0, called.err
     np.testing.assert_allclose(
-        validation_loss(tmp_path, 1), validation_loss(trained[0], 60), rtol=1e-6
+        validation_loss(tmp_path, 1), validation_loss(trained[0], 60), rtol=TOLERANCE
     )
 
 
