@@ -8,7 +8,7 @@ import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from transformer_jax.patterns import Pattern, causal, full
@@ -283,6 +283,18 @@ def check_rows(name: str, values: ArrayLike, shape: tuple, sizes: Sizes) -> Arra
     return values.reshape(shape)
 
 
+def check_lengths(lengths: ArrayLike | None, sizes: Sizes) -> Array | None:
+    """Return the lengths of keys and values, integers `[B]`, or None for all.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they have another shape.
+    """
+    if lengths is None:
+        return None
+    return check_rows("key_value_seq_lengths", lengths, (sizes.batch,), sizes)
+
+
 def check_kv_heads(pattern: Pattern, kv_heads: int) -> None:
     """Raise unless a pattern's heads, if they differ, share key/value heads evenly.
 
@@ -294,3 +306,66 @@ def check_kv_heads(pattern: Pattern, kv_heads: int) -> None:
             f"a pattern of {pattern.heads} heads does not fit {kv_heads} key/value "
             "heads: the first must be a multiple of the second"
         )
+
+
+class CacheSizes(NamedTuple):
+    """The sizes of a cache: rows, places, heads, and the widths of keys and values."""
+
+    batch: int
+    max_length: int
+    kv_heads: int
+    head_width: int
+    value_width: int
+
+
+def check_cache_sizes(
+    batch: int,
+    max_length: int,
+    kv_heads: int,
+    head_width: int,
+    value_width: int | None,
+    dtype: DTypeLike,
+) -> CacheSizes:
+    """Return the sizes; values are as wide as keys where no width is given.
+
+    Raises:
+        TypeError: `dtype` is not floating.
+        ValueError: a size is below 1.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
+    value_width = head_width if value_width is None else value_width
+    sizes = CacheSizes(batch, max_length, kv_heads, head_width, value_width)
+    if min(sizes) < 1:
+        raise ValueError(
+            "a cache needs rows, places, heads and two widths, each at least 1, not "
+            f"{tuple(sizes)}"
+        )
+    return sizes
+
+
+def check_step(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, position: Array
+) -> tuple[Array, Array, Array, Sizes]:
+    """Return one new place a row: query `[B, 1, N, H]`, key and value `[B, 1, K, ...]`.
+
+    Raises:
+        TypeError, ValueError: as `check_heads`, or it is not one place of each row.
+    """
+    if jnp.ndim(query) != 4 or jnp.shape(query)[1] != 1:
+        raise ValueError(
+            f"a step takes one query a row, [B, 1, N, H], not {jnp.shape(query)}"
+        )
+    query, key, value, sizes = check_heads(query, key, value)
+    if (sizes.batch, sizes.key_length) != (len(position), 1):
+        raise ValueError(
+            f"a step takes one key of each of the cache's {len(position)} rows, not "
+            f"{key.shape}"
+        )
+    return query, key, value, sizes
+
+
+def or_nan(inside: Array, output: Array) -> Array:
+    """Return outputs `[B, ...]`, NaN in rows that had nowhere to write."""
+    inside = inside.reshape(-1, *(1,) * (output.ndim - 1))
+    return jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype))

@@ -75,16 +75,10 @@ def init_cache(
         ValueError: a size is below 1, or a pattern's heads do not share key/value heads
             evenly.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"a cache holds floating keys, not {jnp.dtype(dtype)}")
+    sizes = arguments.check_cache_sizes(
+        batch, max_length, kv_heads, head_width, value_width, dtype
+    )
     pattern = arguments.check_pattern(pattern, False, None)
-    value_width = head_width if value_width is None else value_width
-    sizes = (batch, max_length, kv_heads, head_width, value_width)
-    if min(sizes) < 1:
-        raise ValueError(
-            "a cache needs rows, places, heads and two widths, each at least 1, not "
-            f"{sizes}"
-        )
     count, held = max_length, None
     if pattern is not None:
         arguments.check_kv_heads(pattern, kv_heads)
@@ -94,7 +88,7 @@ def init_cache(
     shape = (batch, kv_heads, count)
     return Cache(
         key=jnp.zeros((*shape, head_width), dtype),
-        value=jnp.zeros((*shape, value_width), dtype),
+        value=jnp.zeros((*shape, sizes.value_width), dtype),
         position=jnp.zeros(batch, jnp.int32),
         held=held,
         pattern=pattern,
@@ -219,8 +213,7 @@ def step(
         bias = arguments.check_bias(bias, _sizes(query, cache))
         bias = lookup.bias_of(view, bias, cache.position, query.shape[2])
     output = _attend(query, view.keys, view.values, bias, view.allowed, scale)
-    inside = (cache.position < cache.max_length)[:, None, None, None]
-    return jnp.where(inside, output, jnp.full((), jnp.nan, output.dtype)), after
+    return arguments.or_nan(cache.position < cache.max_length, output), after
 
 
 def _written(cache: Cache, key: Array, value: Array) -> Cache:
