@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import method_table
 import pytest
 
 from transformer_jax.attention import ATTENTION
@@ -97,3 +98,8 @@ def test_files_and_functions_stay_short():
                     long.append(f"{path.name}: {node.name} has {lines} lines")
     assert MODULES
     assert long == []
+
+
+def test_readme_holds_the_attention_table():
+    text = method_table.README.read_text()
+    assert method_table.written(text) == text, "run python tests/method_table.py"

@@ -14,7 +14,9 @@ from transformer_jax.patterns import local, parse, per_head
 pytestmark = pytest.mark.usefixtures("strict")
 
 DECODING = [
-    name for name, row in attention.ATTENTION.items() if "decode" in row.capabilities
+    name
+    for name, row in attention.ATTENTION.items()
+    if row.capabilities >= {"decode", "exact_mask"}
 ]
 
 

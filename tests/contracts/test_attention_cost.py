@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import largest_value
 
 from transformer_jax.attention import dot_product_attention
 from transformer_jax.attention.sparse.parts import partition
@@ -32,26 +33,6 @@ def program(text, length, *, heads=1, width=64, backward=False, **call):
 def flops(text, length, **call):
     function, shapes = program(text, length, **call)
     return matmul_flops(function, *shapes)
-
-
-def largest_value(function, shapes):
-    """Elements of the largest array that a program makes, loops included."""
-    largest = 0
-
-    def walk(jaxpr):
-        nonlocal largest
-        for equation in jaxpr.eqns:
-            sizes = [math.prod(out.aval.shape) for out in equation.outvars]
-            largest = max(largest, *sizes)
-            for value in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-            ):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(function)(*shapes).jaxpr)
-    return largest
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -3,73 +3,41 @@
 Layout: query `[B, T, N, H]`, key and value `[B, S, K, H]`, as in `jax.nn`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from transformer_jax.attention import cache
 from transformer_jax.attention.dot_product import dot_product_attention
+from transformer_jax.attention.favor import favor_attention, orthogonal_projection
+from transformer_jax.attention.kinds import AttentionKind, Piece, PieceSizes
+from transformer_jax.attention.linear import linear_attention
+from transformer_jax.attention.low_rank import (
+    compressed_attention,
+    linformer_attention,
+)
+from transformer_jax.attention.lsh import lsh_attention
 from transformer_jax.attention.merging import attend_with_extra, merge
 from transformer_jax.attention.platform import assume_platform
+from transformer_jax.attention.routing import Members, routing_attention
+from transformer_jax.attention.sinkhorn import sinkhorn_attention
 from transformer_jax.attention.sparse.parts import partition
+from transformer_jax.attention.synthetic import synthesizer_attention
+from transformer_jax.attention.table import ATTENTION
 
 __all__ = [
     "ATTENTION",
     "AttentionKind",
+    "Members",
+    "Piece",
+    "PieceSizes",
     "assume_platform",
     "attend_with_extra",
+    "compressed_attention",
     "dot_product_attention",
+    "favor_attention",
+    "linear_attention",
+    "linformer_attention",
+    "lsh_attention",
     "merge",
+    "orthogonal_projection",
     "partition",
+    "routing_attention",
+    "sinkhorn_attention",
+    "synthesizer_attention",
 ]
-
-
-class AttentionKind(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        kernel: the pure function.
-        capabilities: words for what it can do. causal: `is_causal`; cross: keys of
-            another sequence; padding: lengths; segments, bias, dropout, residual: the
-            arguments of that name; gqa: fewer key/value heads; exact_mask: any boolean
-            `mask`; decode: `init_cache`, `step`, `fill` and `read`.
-        pieces: extra arrays that the kernel takes: (name, shape from sizes,
-            initialiser) each, for a module to create.
-        init_cache: makes an empty cache of `batch` rows and `max_length` positions.
-        step: appends one position to the cache and attends from it.
-        fill: makes the cache of a whole sequence, to be read only.
-        read: attends to all that a cache holds.
-    """
-
-    kernel: Callable[..., Any]
-    capabilities: frozenset[str]
-    pieces: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...]
-    init_cache: Callable[..., Any] | None
-    step: Callable[..., Any] | None
-    fill: Callable[..., Any] | None = None
-    read: Callable[..., Any] | None = None
-
-
-ATTENTION: dict[str, AttentionKind] = {
-    "dot_product": AttentionKind(
-        kernel=dot_product_attention,
-        capabilities=frozenset(
-            {
-                "bias",
-                "causal",
-                "cross",
-                "decode",
-                "dropout",
-                "exact_mask",
-                "gqa",
-                "padding",
-                "residual",
-                "segments",
-            }
-        ),
-        pieces=(),
-        init_cache=cache.init_cache,
-        step=cache.step,
-        fill=cache.fill,
-        read=cache.read,
-    ),
-}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -66,6 +65,7 @@ def linear_attention(
     `chunk_size`. Memory of a few times the inputs; sums are float32.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> query = key = jnp.zeros((1, 3, 1, 2))
         >>> value = jnp.arange(1.0, 4.0).reshape(1, 3, 1, 1)
         >>> linear_attention(query, key, value, is_causal=True).ravel().tolist()

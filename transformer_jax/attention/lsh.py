@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax import masks
 from transformer_jax.attention import arguments
@@ -64,8 +64,8 @@ def lsh_attention(
     Raises:
         ValueError, TypeError: a shape or type that does not fit, by name.
 
-    Cost: 2 B N T rounds c w (H + V) / c FLOPs, w = 2 c with chunks of c, 3 c with
-    causality, and rounds sorts of T places.
+    Cost: 2 B N T rounds w (H + V) FLOPs, w = 2 c with chunks of c and 3 c with
+    causality, as many hashes as rotations have columns, and a sort a round.
     """
     query_key, value, sizes = check_shared(query_key, value)
     lengths = arguments.check_lengths(key_value_seq_lengths, sizes)
@@ -73,36 +73,50 @@ def lsh_attention(
     size = check_integer("chunk_size", chunk_size, 1)
     scale = arguments.check_scale(scale, query_key.shape[3])
     B, T, N, _ = query_key.shape
-    if not query_key.size or not value.size:
-        return jnp.zeros((*query_key.shape[:3], value.shape[3]), query_key.dtype)[
-            slice(None) if sizes.batched else 0
-        ]
-    inside = (
-        jnp.ones((B, T), bool) if lengths is None else masks.length_mask(lengths, T)
-    )
-    value = jnp.repeat(value, N // sizes.kv_heads, axis=2)
-    query, values = (
-        masks.or_zero(inside[..., None, None], x).swapaxes(1, 2)
-        for x in (query_key, value)
-    )
-    buckets = 2 * rotations.shape[2]
+    if query_key.size and value.size:
+        inside = jnp.ones((B, T), bool)
+        if lengths is not None:
+            inside = masks.length_mask(lengths, T)
+        value = jnp.repeat(value, N // sizes.kv_heads, axis=2)
+        query, values = (
+            masks.or_zero(inside[..., None, None], x).swapaxes(1, 2)
+            for x in (query_key, value)
+        )
+        output = _attend(
+            query, values, inside, rotations, min(size, T), is_causal, scale
+        )
+        output = output.swapaxes(1, 2).astype(query_key.dtype)
+    else:
+        output = jnp.zeros((B, T, N, value.shape[3]), query_key.dtype)
+    return output if sizes.batched else output[0]
+
+
+def _attend(
+    query: Float[Array, "B N T H"],
+    value: Float[Array, "B N T V"],
+    inside: Bool[Array, "B T"],
+    rotations: Float[Array, "R H F"],
+    size: int,
+    is_causal: bool,
+    scale: ArrayLike,
+) -> Float[Array, "B N T V"]:
+    """Sort the places in every round, attend within chunks, and merge the rounds."""
+    T, buckets = query.shape[2], 2 * rotations.shape[2]
     bucket = jnp.where(inside[:, None, None], hashed(query, rotations), buckets)
     order = sort_places(bucket)
-    size = min(size, T)
-    cell = (order.rank if is_causal else order.inverse) // size
-    codes = code_of(bucket, cell, T)
-    way = order.order, order.inverse
+    codes = code_of(bucket, (order.rank if is_causal else order.inverse) // size, T)
 
     def arranged(x: Array) -> Array:
-        # [B, N, 1, T, F], the same in all rounds.
         spread = jnp.broadcast_to(x[:, :, None], (*bucket.shape, x.shape[-1]))
-        return permuted(spread, *way)
+        return permuted(spread, order.order, order.inverse)
 
-    key = unit(query.astype(wide_dtype(query))).astype(query.dtype)
+    def back(x: Array) -> Array:
+        return permuted(x, order.inverse, order.order)
+
     places = Places(
         query=arranged(query),
-        key=arranged(key),
-        value=arranged(values),
+        key=arranged(unit(query.astype(wide_dtype(query))).astype(query.dtype)),
+        value=arranged(value),
         codes=jnp.take_along_axis(codes[:, :, None], order.order[:, :, :, None], -1),
         time=order.order,
         readable=jnp.take_along_axis(bucket, order.order, -1) < buckets,
@@ -115,11 +129,8 @@ def lsh_attention(
         causal=is_causal,
         own=False,
     )
-    output = permuted(output, order.inverse, order.order)
-    residual = permuted(residual[..., None], order.inverse, order.order)[..., 0]
-    output = masks.or_zero(inside[:, None, :, None], merged(output, residual))
-    output = output.swapaxes(1, 2).astype(query.dtype)
-    return output if sizes.batched else output[0]
+    output = merged(back(output), back(residual[..., None])[..., 0])
+    return masks.or_zero(inside[:, None, :, None], output)
 
 
 def hashed(

@@ -218,7 +218,7 @@ def _attend_past(
     position.
     """
     (query, queries_inside), (key, keys_inside) = sides
-    B, N, T, H = query.shape
+    T = query.shape[2]
     clusters = nearness[0].shape[2]
     cluster = [
         jnp.where(inside[:, None], jnp.argmax(each, 2).astype(jnp.int32), clusters)

@@ -141,12 +141,19 @@ def sorted_blocks(
     pairs = alive[:, None, :, None] & alive[:, None, None, :]
     if is_causal:
         pairs &= np.tri(logits.shape[2], k=-1, dtype=bool)[None, None]
-        iterations = 1
     x = jnp.where(pairs, logits, NO_WEIGHT)
-    for _ in range(iterations):
-        for axis in (3,) if is_causal else (3, 2):
-            sums = jax.scipy.special.logsumexp(x, axis=axis, keepdims=True)
-            x = jnp.where(pairs, x - sums, NO_WEIGHT)
+
+    def normed(x: Array, axis: int) -> Array:
+        sums = jax.scipy.special.logsumexp(x, axis=axis, keepdims=True)
+        return jnp.where(pairs, x - sums, NO_WEIGHT)
+
+    def both(x: Array, _: None) -> tuple[Array, None]:
+        return normed(normed(x, 3), 2), None
+
+    if is_causal:
+        x = normed(x, 3)
+    else:
+        x, _ = jax.lax.scan(both, x, None, length=iterations)
     return masks.or_zero(pairs, jnp.exp(x))
 
 

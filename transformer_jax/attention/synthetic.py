@@ -22,8 +22,8 @@ def synthesizer_attention(
         output[t] = sum_j softmax_j(logits[t, j] over the allowed j) v[j]
 
     Tay et al. 2021, "Synthesizer: Rethinking Self-Attention in Transformer Models",
-    section 3 (https://arxiv.org/abs/2005.00743): logits are synthesized from the query's
-    place alone (dense), or learned or drawn for each pair of positions (random).
+    section 3 (https://arxiv.org/abs/2005.00743): logits are made of the query's place
+    alone (dense), or learned or drawn for each pair of positions (random).
 
     Args:
         value: floating `[B, S, K, V]`, or `[S, K, V]`: then B is left out everywhere.
