@@ -16,6 +16,7 @@ from transformer_jax.benchmarks import (
     attention,
     cost,
     decode,
+    kinds,
     peers,
     shape,
     timing,
@@ -367,6 +368,25 @@ def test_dense_systems_that_would_not_fit_are_left_out(capsys):
     )
     assert {row["system"] for row in attention.run(settings)["results"]} == {"jax"}
     assert "missing: jax-dense: would need" in capsys.readouterr().err
+
+
+def test_kinds_are_measured_at_every_length(capsys):
+    settings = {"lengths": (40,), "heads": 2, "width": 8, "passes": ("backward",)}
+    times = {"rounds": 2, "seconds": 0.0, "pause": 0.0}
+    texts = "full(); linear(); linformer(rank=4); routing(clusters=3); local(2)"
+    found = kinds.run(kinds.Settings(kinds=texts, causal=1, **settings, **times))
+    rows = {row["kind"]: row for row in found["results"]}
+    # What knows no causality is left out.
+    assert [*rows] == ["full()", "linear()", "routing(clusters=3)", "local(2)"]
+    assert all(row["gflop"] > 0 and row["p50_ms"] > 0 for row in rows.values())
+    few = kinds.Settings(kinds="full()", gigabytes=1e-6, **settings, **times)
+    assert kinds.run(few)["results"] == []
+    assert "missing: full() at 40 positions: would need" in capsys.readouterr().err
+    for wrong in ("linear(rank=3)", "local(x)"):
+        with pytest.raises(ConfigError, match="--kinds"):
+            kinds.Settings(kinds=wrong)
+    with pytest.raises(ConfigError, match="no kind that knows causality"):
+        kinds.Settings(kinds="linformer()", causal=1)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -19,9 +19,11 @@ from transformer_jax.attention.sinkhorn import sinkhorn_attention
 from transformer_jax.attention.sparse.parts import partition
 from transformer_jax.attention.synthetic import synthesizer_attention
 from transformer_jax.attention.table import ATTENTION
+from transformer_jax.attention.text import Attention, parse, parse_layers
 
 __all__ = [
     "ATTENTION",
+    "Attention",
     "AttentionKind",
     "Members",
     "Piece",
@@ -36,6 +38,8 @@ __all__ = [
     "lsh_attention",
     "merge",
     "orthogonal_projection",
+    "parse",
+    "parse_layers",
     "partition",
     "routing_attention",
     "sinkhorn_attention",

@@ -3,7 +3,12 @@
 `run` says what it finds on standard error and returns what is printed as one JSON line.
 """
 
-from transformer_jax.benchmarks import attention, decode, train
+from transformer_jax.benchmarks import attention, decode, kinds, train
 
 # Benchmark by its name in `transformer-jax bench NAME`.
-BENCHMARKS = {"attention": attention, "decode": decode, "train": train}
+BENCHMARKS = {
+    "attention": attention,
+    "decode": decode,
+    "kinds": kinds,
+    "train": train,
+}

@@ -8,17 +8,23 @@ in the program's products, bytes are what XLA's compiler plans.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.attention import cudnn, dot_product_attention
-from transformer_jax.benchmarks import cost, torch_attention
+from transformer_jax.benchmarks import torch_attention
+from transformer_jax.benchmarks.programs import (
+    PASSES,
+    Prepared,
+    compiled,
+    measure,
+    speedup,
+)
 from transformer_jax.benchmarks.report import machine, say, say_row
 from transformer_jax.benchmarks.shape import check_settings, setting
-from transformer_jax.benchmarks.timing import Job, Measured, interleaved, ratio
 from transformer_jax.config import ConfigError
 from transformer_jax.patterns import Pattern, parse_layers
 from transformer_jax.patterns.base import check_head_count
@@ -26,7 +32,6 @@ from transformer_jax.patterns.base import check_head_count
 COLUMNS = (
     *("pass", "system", "p50_ms", "p95_ms", "gflop", "temp_mb", "speedup", "error"),
 )
-PASSES = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,20 +108,6 @@ class Case:
         return 3 * 4e-9 * self.settings.batch * self.settings.heads * self.length**2
 
 
-class Prepared(NamedTuple):
-    """A system's call for one pass, and what is known of its program.
-
-    Attributes:
-        call: returns what it computes.
-        output: of that -> the output as NumPy.
-        facts: FLOPs and bytes, where they are known.
-    """
-
-    call: Callable[[], Any]
-    output: Callable[[Any], np.ndarray]
-    facts: dict[str, Any]
-
-
 def run(settings: Settings) -> dict[str, Any]:
     """Measure everything; return all numbers."""
     about, results = machine(), []
@@ -147,10 +138,7 @@ def _measure(case: Case, name: str) -> Iterator[dict[str, Any]]:
             prepared.pop(system, None)
             text = str(error).strip().partition("\n")[0]
             say(f"missing: {system}: {text or type(error).__name__}")
-    jobs = {system: _job(case, each) for system, each in prepared.items()}
-    measured = interleaved(
-        jobs, rounds=settings.rounds, seconds=settings.seconds, pause=settings.pause
-    )
+    measured = measure(prepared, settings, tokens=settings.batch * case.length)
     wanted = None
     for system, each in prepared.items():
         output = each.output(each.call())
@@ -163,21 +151,10 @@ def _measure(case: Case, name: str) -> Iterator[dict[str, Any]]:
             **measured[system].summary(),
             **each.facts,
             "error": float(f"{np.abs(output - wanted).max():.1e}"),
-            "speedup": _speedup(measured, system),
+            "speedup": speedup(measured, system),
         }
         say_row(COLUMNS, row)
         yield row
-
-
-def _job(case: Case, prepared: Prepared) -> Callable[[int], Job]:
-    tokens = case.settings.batch * case.length
-    return lambda number: Job(prepared.call, lambda _: tokens)
-
-
-def _speedup(measured: dict[str, Measured], system: str) -> float | None:
-    """How much faster the first system is."""
-    first = next(iter(measured))
-    return ratio(measured[first], measured[system])
 
 
 def _prepare(case: Case, system: str, name: str) -> Prepared:
@@ -189,31 +166,8 @@ def _prepare(case: Case, system: str, name: str) -> Prepared:
         raise MemoryError(f"would need {case.gigabytes():.0f} GB (--gigabytes)")
     if system.startswith("torch"):
         return Prepared(*torch_attention.prepare(case, system, name), {})
-    return _compiled(case, ON_JAX[system](case), name)
-
-
-def _compiled(case: Case, attend: Callable[..., jax.Array], name: str) -> Prepared:
-    """A function of query, key and value, compiled; backward with its gradients."""
     arrays = [jnp.asarray(x, case.settings.dtype) for x in case.arrays]
-    if name == "forward":
-        function, arguments = (lambda *x: (attend(*x),)), arrays[:3]
-    else:
-
-        def function(*x: jax.Array) -> tuple[jax.Array, ...]:
-            output, pullback = jax.vjp(attend, *x[:3])
-            return output, *pullback(x[3])
-
-        arguments = arrays
-    program = jax.jit(function).lower(*arguments).compile()
-    memory = program.memory_analysis()
-    return Prepared(
-        call=lambda: jax.block_until_ready(program(*arguments)),
-        output=lambda result: np.asarray(result[0], np.float32),
-        facts={
-            "gflop": float(f"{cost.matmul_flops(function, *arguments) / 1e9:.4g}"),
-            "temp_mb": round(memory.temp_size_in_bytes / 1e6, 1),
-        },
-    )
+    return compiled(ON_JAX[system](case), arrays[:3], arrays[3], name)
 
 
 def _tiled(case: Case) -> Callable[..., jax.Array]:

@@ -6,6 +6,8 @@
   transformer-jax bench attention [--patterns="local(128); strided(128)"]
       [--lengths=4096,16384] [--heads=8] [--passes=forward,backward] [--block=128]
       [--systems=jax,jax-dense,jax-nn,torch-sdpa,torch-flex] [--dtype=bfloat16]
+  transformer-jax bench kinds [--kinds="full(); linear(); linformer(rank=128)"]
+      [--lengths=1024,4096,16384] [--causal=1] [--passes=forward,backward]
   transformer-jax bench train [--rows=32] [--systems=jax,torch,torch-compile]
       [--depth=6-6] [--dropout=0.1] [--compile_seconds=900]
 
