@@ -92,10 +92,16 @@ def read_sums(
 def mean_of(
     over: Float[Array, "B T N V"], under: Float[Array, "B T N"]
 ) -> Float[Array, "B T N V"]:
-    """Return numerator / denominator, 0 where nothing has weight."""
+    """Return numerator / denominator, 0 where nothing has weight.
+
+    Both are scaled first: the derivative's square of a small denominator would be 0.
+    """
     alive = under > 0
     safe = jnp.where(alive, under, jnp.ones((), under.dtype))
-    return masks.or_zero(alive[..., None], over) / safe[..., None]
+    tiny = jnp.finfo(under.dtype).tiny
+    scale = jax.lax.stop_gradient(1 / jnp.maximum(safe, tiny))
+    over = masks.or_zero(alive[..., None], over) * scale[..., None]
+    return over / (safe * scale)[..., None]
 
 
 def attend_all(
@@ -123,13 +129,13 @@ def attend_past(
     scales = None if key.scale is None else cut(key.scale, fill=-jnp.inf)
     keys = Features(cut(key.values), scales)
     parts = Features(cut(query.values)), keys, cut(value)
-    B, _, K, M = key.values.shape
-    dtype, scaled = key.values.dtype, key.scale is not None
-    start = no_sums(B, K, M, value.shape[3], dtype, scaled)
+    # Sums of no key, not plain zeros: under `shard_map` a loop must begin with what
+    # varies over devices as its end does.
+    start = sums_of(jax.tree.map(lambda x: x[:, :0], key), value[:, :0])
     _, output = jax.lax.scan(jax.checkpoint(_attend_chunk), start, parts)
     output = jnp.moveaxis(output, 0, 1)
     places = output.shape[1] * output.shape[2]
-    return output.reshape(B, places, *output.shape[3:])[:, :length]
+    return output.reshape(len(output), places, *output.shape[3:])[:, :length]
 
 
 def _attend_chunk(

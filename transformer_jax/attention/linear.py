@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -18,9 +19,14 @@ from transformer_jax.attention.features import (
 from transformer_jax.attention.products import wide_dtype
 from transformer_jax.patterns.ranges import check_integer
 
-# elu: x + 1 above 0, exp(x) below.
+
+def _elu_plus_one(x: Array) -> Array:
+    """x + 1 above 0, e^x below: elu(x) + 1 would round it to 0 below -17."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+
+
 FEATURE_MAPS: dict[str, Callable[[Array], Array]] = {
-    "elu": lambda x: jax.nn.elu(x) + 1.0,
+    "elu": _elu_plus_one,
     "relu": jax.nn.relu,
     "softplus": jax.nn.softplus,
 }
