@@ -81,14 +81,26 @@ def projected(
             f"{weights[0].shape} and {weights[1].shape}"
         )
     return tuple(
-        jnp.einsum(
-            "bskh,sr->brkh" if weight.ndim == 2 else "bskh,ksr->brkh",
-            x,
-            weight.astype(x.dtype),
-            preferred_element_type=wide_dtype(x),
-        ).astype(x.dtype)
+        _along_length(x, weight.astype(x.dtype))
         for x, weight in zip((key, value), weights, strict=True)
     )
+
+
+def _along_length(x: Array, weight: Array) -> Array:
+    """`[B, S, K, H]` times `[S, rank]` or `[K, S, rank]`, as `[B, rank, K, H]`.
+
+    XLA's CPU takes a bfloat16 product to float32 only with one free axis of each side.
+    """
+    B, S, K, H = x.shape
+    wide = wide_dtype(x)
+    if weight.ndim == 2:
+        flat = x.reshape(B, S, K * H)
+        found = jnp.einsum("sr,bsf->brf", weight, flat, preferred_element_type=wide)
+        found = found.reshape(B, found.shape[1], K, H)
+    else:
+        by_row = jnp.broadcast_to(weight, (B, *weight.shape))
+        found = jnp.einsum("bksr,bskh->brkh", by_row, x, preferred_element_type=wide)
+    return found.astype(x.dtype)
 
 
 def compressed_attention(
@@ -144,7 +156,7 @@ def compressed_attention(
         ends = jnp.arange(windows) * stride + width - 1
         mask = ends[None] <= jnp.arange(sizes.query_length)[:, None]
     if lengths is not None:
-        lengths = -(-lengths // stride)
+        lengths = windows_of(lengths, stride)
     output = dot_product_attention(
         query, key, value, None, mask, scale=scale, key_value_seq_lengths=lengths
     )
@@ -169,6 +181,11 @@ def compressed(
         _windows(x, kernel, stride)
         for x, kernel in zip(_inside(key, value, lengths), kernels, strict=True)
     )
+
+
+def windows_of(lengths: Array, stride: int) -> Array:
+    """Return how many windows begin within sequences; also of unsigned lengths."""
+    return -(-lengths.astype(jnp.int32) // stride)
 
 
 def check_kernels(

@@ -175,7 +175,7 @@ def fill_compressed(
     lengths = arguments.check_rows("lengths", lengths, (sizes.batch,), sizes)
     stride = check_integer("stride", stride, 1)
     windows = low_rank.compressed(key, value, key_kernel, value_kernel, stride, lengths)
-    return cache.fill(*windows, -(-lengths // stride))
+    return cache.fill(*windows, low_rank.windows_of(lengths, stride))
 
 
 def fill_linformer(
