@@ -16,8 +16,9 @@ from transformer_jax import masks
 from transformer_jax.attention import dense
 from transformer_jax.attention.products import wide_dtype
 
-# A place attends itself only if there is nothing else (Kitaev et al. 2020, section 2).
-SELF_PENALTY = 1e5
+# A place attends itself only if there is nothing else (Kitaev et al. 2020, section 2):
+# far more than scores differ by, where 1e5, the authors' number, may be too little.
+SELF_PENALTY = 1e30
 
 
 class Order(NamedTuple):
@@ -63,24 +64,17 @@ def permuted(
 ) -> Float[Array, "... P F"]:
     """Return the places of `x` in another order; backward by the inverse, no scatter.
 
-    Axes of `x` before P broadcast against those of `order` `[..., P]`.
+    Backward only: there is no forward-mode derivative.
     """
     return jnp.take_along_axis(x, order[..., None], -2)
 
 
-def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple]:
-    return permuted(x, order, inverse), (inverse, x.shape)
+def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
+    return permuted(x, order, inverse), inverse
 
 
-def _permuted_backward(kept: tuple, cotangent: Array) -> tuple[Array, None, None]:
-    inverse, shape = kept
-    back = jnp.take_along_axis(cotangent, inverse[..., None], -2)
-    spread = tuple(
-        axis
-        for axis, (one, other) in enumerate(zip(shape, back.shape, strict=True))
-        if one != other
-    )
-    return back.sum(spread, keepdims=True), None, None
+def _permuted_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return jnp.take_along_axis(cotangent, inverse[..., None], -2), None, None
 
 
 permuted.defvjp(_permuted_forward, _permuted_backward)
@@ -195,8 +189,9 @@ def merged(
 
 def unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """Return vectors of length 1; that of length 0 stays."""
+    # Scaled first: squares of small numbers are 0, those of large ones infinite.
+    largest = jax.lax.stop_gradient(jnp.abs(x).max(-1, keepdims=True, initial=0))
+    alive = largest > 0
+    x = masks.or_zero(alive, x / jnp.where(alive, largest, 1))
     squares = jnp.square(x).sum(-1, keepdims=True)
-    alive = squares > 0
-    return x * masks.or_zero(
-        alive, jax.lax.rsqrt(jnp.where(alive, squares, jnp.ones((), x.dtype)))
-    )
+    return x * jax.lax.rsqrt(jnp.where(alive, squares, 1))
