@@ -77,6 +77,7 @@ def sinkhorn_attention(
         output = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
         return output if sizes.batched else output[0]
     B, T, N, _ = query.shape
+    size = min(size, T)
     inside = (
         jnp.ones((B, T), bool) if lengths is None else masks.length_mask(lengths, T)
     )
