@@ -101,7 +101,8 @@ def init_routing(
     sizes = arguments.check_cache_sizes(
         batch, max_length, kv_heads, head_width, value_width, dtype
     )
-    size = check_integer("window", window or routing.CAUSAL_WINDOW, 1)
+    window = routing.CAUSAL_WINDOW if window is None else window
+    size = check_integer("window", window, 1)
     return _empty(sizes, heads, kv_heads, dtype, (1, clusters), size)
 
 

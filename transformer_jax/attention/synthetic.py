@@ -47,6 +47,15 @@ def synthesizer_attention(
             "value must be [B, S, K, V] or [S, K, V] and logits [B, N, T, S], not "
             f"{value.shape} and {logits.shape}"
         )
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (value, logits)):
+        raise TypeError(
+            f"value and logits must be floating, not {value.dtype} and {logits.dtype}"
+        )
+    if logits.shape[-1] not in (1, value.shape[-3]):
+        raise ValueError(
+            f"logits {logits.shape} must be as long in their last axis as value "
+            f"{value.shape} in S: cut them to [..., {value.shape[-3]}]"
+        )
     kv_heads = value.shape[-2]
     heads = kv_heads if logits.ndim < 3 else max(kv_heads, logits.shape[-3])
     # Queries and keys of 0 leave the logits alone to tell the scores.
