@@ -67,7 +67,7 @@ def favor_attention(
     Raises:
         ValueError, TypeError: a shape or type that does not fit, by name.
 
-    Cost: 2 B N T M (2 V + H) FLOPs for K = N, and 2 B N T c (M + V) more with
+    Cost: 4 B N T M (H + V) FLOPs for S = T and K = N, and 2 B N T c (M + V) more with
     causality.
     """
     check_map(feature_map)

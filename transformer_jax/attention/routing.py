@@ -100,9 +100,9 @@ def routing_attention(
     Raises:
         ValueError, TypeError: a shape or type that does not fit, by name.
 
-    Cost: 2 B N (C w^2 (H + V) + 2 T C H) FLOPs with windows of w; of order
+    Cost: 2 B N (C w^2 (H + V) + 4 T C H) FLOPs with windows of w; of order
     T^1.5 (H + V) where C is of order sqrt(T). With causality
-    12 B N T w (H + V) + 4 B N T C H.
+    12 B N T w (H + V) + 8 B N T C H.
     """
     query, key, value, sizes = arguments.check_heads(query, key, value)
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, sizes)
