@@ -234,7 +234,12 @@ def test_three_axes_nothing_and_types(name):
         empty = {w: x[:, :0] if w != "query" else x for w, x in arrays.items()}
         np.testing.assert_array_equal(kernel(empty, pieces), np.zeros((B, T, N, V)))
     low = {word: x.astype(jnp.bfloat16) for word, x in arrays.items()}
-    assert jax.eval_shape(kernel, low, pieces).dtype == jnp.bfloat16
+    found = kernel(low, pieces)
+    assert found.dtype == jnp.bfloat16
+    # Of the same numbers: places are sorted by them.
+    wanted = kernel({word: x.astype(jnp.float32) for word, x in low.items()}, pieces)
+    size = max(1.0, np.abs(wanted).max())
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=2e-2 * size)
     with jax.enable_x64(True):
         double = {word: x.astype(jnp.float64) for word, x in arrays.items()}
         wide = {word: x.astype(jnp.float64) for word, x in pieces.items()}
@@ -306,6 +311,48 @@ def test_one_bucket_is_dense_attention_to_all_others():
     np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_lsh_takes_queries_of_any_size(size):
+    """The scale undoes it; a key has the length of 1 anyway, and none reads itself."""
+    query, value = arrays_of(SETTINGS["lsh"]).values()
+    rotations = pieces_of(SETTINGS["lsh"])["rotations"]
+
+    @jax.jit
+    def attend(size):
+        def total(query):
+            output = attention.lsh_attention(
+                query * size, value, rotations, chunk_size=3, scale=1 / size
+            )
+            return jnp.square(output).sum(), output
+
+        return jax.grad(total, has_aux=True)(query)
+
+    for one, other in zip(attend(size), attend(1.0), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+def test_lsh_reads_itself_only_if_alone():
+    """However much nearer it is: scores differ by 2e6."""
+    query = 1e6 * jnp.array([[[[1.0, 0.0]], [[-1.0, 0.0]]]])
+    value = jnp.array([[[[1.0]], [[2.0]]]])
+    attend = jax.jit(functools.partial(attention.lsh_attention, chunk_size=2))
+    output = attend(query, value, jnp.zeros((1, 2, 1)))
+    np.testing.assert_array_equal(output.ravel(), [2.0, 1.0])
+
+
+def test_lengths_may_be_unsigned():
+    arrays, pieces = (
+        arrays_of(SETTINGS["compressed"]),
+        pieces_of(SETTINGS["compressed"]),
+    )
+    attend = jax.jit(functools.partial(run, "compressed"))
+    one, other = (
+        attend(arrays, pieces, key_value_seq_lengths=jnp.array([7, 5], dtype))
+        for dtype in (jnp.uint32, jnp.int32)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
 def test_a_hard_permutation_of_blocks_is_a_mask():
     """Block u reads itself and block u + 1."""
     size, length = 3, 9
@@ -360,6 +407,40 @@ def test_random_features_approach_softmax_attention():
     slope = np.polyfit(np.log(numbers), np.log(errors), 1)[0]
     assert -0.6 <= slope <= -0.35
     assert errors[-1] < 0.1
+
+
+def test_features_may_be_tiny():
+    """A factor of the query's features cancels, however small, and so does its slope.
+
+    e^x of -50 and -25 makes a denominator whose square float32 cannot hold.
+    """
+    query, key, value = arrays_of(SETTINGS["linear"]).values()
+    below = -jnp.abs(query) - 1.0, -jnp.abs(key) - 1.0
+
+    @jax.jit
+    def slopes(shift):
+        def mean(query, key):
+            return attention.linear_attention(query, key, value).sum()
+
+        return jax.value_and_grad(mean, (0, 1))(below[0] - shift, below[1] - shift / 2)
+
+    found, wanted = jax.device_get((slopes(50.0), slopes(0.0)))
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for one, other in zip(found[1], wanted[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "favor"])
+def test_sums_of_the_past_run_under_shard_map(name):
+    arrays, pieces = arrays_of(SETTINGS[name]), pieces_of(SETTINGS[name])
+    mesh = jax.make_mesh((B,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.P("rows"), jax.P()
+    attend = functools.partial(run, name, is_causal=True)
+    split = jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows, everywhere), out_specs=rows
+    )
+    found, wanted = jax.jit(split)(arrays, pieces), jax.jit(attend)(arrays, pieces)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_no_later_key_sways_an_earlier_output():
@@ -488,7 +569,7 @@ REFUSALS = {
     ),
     "logits of more places": (
         lambda q, k, v: attention.synthesizer_attention(v, jnp.ones((T, T + 1))),
-        "does not broadcast",
+        "logits .* must be as long",
     ),
 }
 

@@ -103,3 +103,10 @@ def test_no_value_is_as_large_as_all_pairs(name, backward):
         call = {"is_causal": True} if causal else {}
         function, shapes = program(name, length, grows=True, backward=backward, **call)
         assert largest_value(function, shapes) < length**2
+
+
+def test_a_block_of_sinkhorn_is_no_longer_than_the_sequence():
+    shapes = program("sinkhorn", 7, grows=True)[1]
+    shapes[-1] = jax.ShapeDtypeStruct((1, N, 1, 1), jnp.float32)
+    attend = functools.partial(ATTENTION["sinkhorn"].kernel, block_size=10**5)
+    assert largest_value(attend, shapes) < 1000
