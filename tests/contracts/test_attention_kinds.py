@@ -25,6 +25,7 @@ from kinds_oracle import (
 
 from transformer_jax import attention
 from transformer_jax.attention import ATTENTION
+from transformer_jax.attention.buckets import code_of
 from transformer_jax.attention.kinds import CAPABILITIES, taken
 from transformer_jax.attention.sinkhorn import sorted_blocks
 
@@ -197,6 +198,24 @@ def test_place_by_place_equals_the_whole(name):
     assert np.isnan(step(place, cache, order)[0]).all()
 
 
+@pytest.mark.parametrize("name", [n for n in having("decode") if n in ORACLES])
+def test_a_cache_refuses_what_it_is_not_for(name):
+    """More heads in the cache, or another number of the pieces' features."""
+    setting = SETTINGS[name]
+    row, pieces = ATTENTION[setting.kind], pieces_of(setting)
+    place = [array[:, :1] for array in arrays_of(setting).values()]
+    sizes = {"heads": N, "kv_heads": K, "head_width": H, "value_width": V}
+    sizes |= {**setting.options, **setting.of_pieces, "dtype": jnp.float32}
+    others = {"heads": 2 * N, "kv_heads": 2 * K, "dtype": jnp.float64}
+    others |= {"features": 1, "clusters": 2, "buckets": 2, "width": 2}
+    for word, other in taken(row.init_cache, others).items():
+        with jax.enable_x64(word == "dtype"):
+            options = taken(row.init_cache, sizes | {word: other})
+            cache = row.init_cache(B, T, **options)
+            with pytest.raises((TypeError, ValueError), match="cache"):
+                jax.eval_shape(functools.partial(row.step, **pieces), *place, cache)
+
+
 @pytest.mark.parametrize("name", having("memory"))
 def test_a_memory_is_projected_once(name):
     """`read` of what `fill` made is the kernel, and NaN in padding changes nothing."""
@@ -338,6 +357,14 @@ def test_lsh_reads_itself_only_if_alone():
     attend = jax.jit(functools.partial(attention.lsh_attention, chunk_size=2))
     output = attend(query, value, jnp.zeros((1, 2, 1)))
     np.testing.assert_array_equal(output.ravel(), [2.0, 1.0])
+
+
+def test_cells_of_different_buckets_are_apart_among_a_million_places():
+    places, size, buckets = 2**20 - 2, 64, 2**15
+    corners = [(b, r) for b in (0, 1, 4096, buckets) for r in (0, places - 1)]
+    bucket, rank = jnp.array(corners, jnp.int32).T
+    codes = np.asarray(code_of(bucket, rank, size, places))
+    assert (np.diff(codes) > 1).all()
 
 
 def test_lengths_may_be_unsigned():

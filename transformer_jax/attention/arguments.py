@@ -365,6 +365,21 @@ def check_step(
     return query, key, value, sizes
 
 
+def check_entry(name: str, new: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    """Raise unless an array is as the cache that it enters was made for.
+
+    Raises:
+        ValueError: it has another shape.
+        TypeError: it has another dtype.
+    """
+    if new.shape != shape:
+        raise ValueError(f"{name} must be {shape} to enter the cache, not {new.shape}")
+    if new.dtype != dtype:
+        raise TypeError(
+            f"the cache holds {jnp.dtype(dtype)}, but {name} is {new.dtype}"
+        )
+
+
 def or_nan(inside: Array, output: Array) -> Array:
     """Return outputs `[B, ...]`, NaN in rows that had nowhere to write."""
     inside = inside.reshape(-1, *(1,) * (output.ndim - 1))

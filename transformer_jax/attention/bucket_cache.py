@@ -136,6 +136,8 @@ def step_lsh(
         query_key, query_key[:, :, : value.shape[2]], value, cache.position
     )
     rotations = lsh.check_rotations(rotations, query_key.shape[3])
+    rounds, _, half = rotations.shape
+    _check(cache, query_key, value, (query_key.shape[2], rounds, 2 * half))
     query = query_key.swapaxes(1, 2)
     bucket = lsh.hashed(query, rotations)[..., 0]
     key = unit(query.astype(wide_dtype(query))).astype(query.dtype)
@@ -175,6 +177,7 @@ def step_routing(
     """
     query, key, value, sizes = arguments.check_step(query, key, value, cache.position)
     centroids = routing.check_centroids(centroids, sizes.heads, query.shape[3])
+    _check(cache, key, value, (sizes.heads, 1, centroids.shape[1]))
     spread = jnp.repeat(key, sizes.heads // sizes.kv_heads, axis=2)
     key_cluster, cluster = (
         jnp.argmax(
@@ -213,13 +216,27 @@ def _empty(
     )
 
 
+def _check(
+    cache: BucketCache, key: Array, value: Array, counted: tuple[int, int, int]
+) -> None:
+    """Raise unless a step's arrays and buckets are those that the cache is for."""
+    for name, new, kept in (("key", key, cache.key), ("value", value, cache.value)):
+        wanted = (kept.shape[0], 1, kept.shape[1], kept.shape[3])
+        arguments.check_entry(name, new, wanted, kept.dtype)
+    if counted != cache.count.shape[1:]:
+        raise ValueError(
+            f"the cache is for {cache.count.shape[1:]} heads, rounds and buckets, not "
+            f"{counted}: give `init_cache` those of the queries and pieces"
+        )
+
+
 def _counted(
     cache: BucketCache, bucket: Int[Array, "B N R"]
 ) -> tuple[Int[Array, "B N R"], BucketCache]:
     """The code of one more place in each bucket, and the cache that counts it."""
     one_hot = jax.nn.one_hot(bucket, cache.count.shape[3], dtype=jnp.int32)
     rank = (one_hot * cache.count).sum(-1, dtype=jnp.int32)
-    code = code_of(bucket, rank // cache.size, 2 * cache.code.shape[3])
+    code = code_of(bucket, rank, cache.size, 2 * cache.code.shape[3])
     return code, dataclasses.replace(cache, count=cache.count + one_hot)
 
 

@@ -47,9 +47,16 @@ def sort_places(bucket: Int[Array, "... P"]) -> Order:
     return Order(order, inverse, jnp.take_along_axis(index - begin, inverse, -1))
 
 
-def code_of(bucket: Array, cell: Array, places: int) -> Int[Array, "..."]:
-    """Return bucket and cell as one number; cells of two buckets are no neighbours."""
-    return bucket * (places + 2) + cell
+def code_of(bucket: Array, rank: Array, size: int, places: int) -> Int[Array, "..."]:
+    """Return bucket and cell as one number; cells of two buckets are no neighbours.
+
+    Args:
+        bucket: from 0 on.
+        rank: below `places`; every `size` of them are a cell.
+        size: places of a cell.
+        places: how many there are; buckets times cells stay below 2^31.
+    """
+    return bucket * (-(-places // size) + 2) + rank // size
 
 
 def linked(query_code: Array, key_code: Array) -> Bool[Array, "..."]:

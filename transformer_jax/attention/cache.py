@@ -291,10 +291,4 @@ def _check_step(query: Array, key: Array, value: Array, cache: Cache) -> None:
         raise ValueError("what `fill` returned is read, not stepped: use `init_cache`")
     for name, new, kept in (("key", key, cache.key), ("value", value, cache.value)):
         wanted = (kept.shape[0], 1, kept.shape[1], kept.shape[3])
-        if new.shape != wanted:
-            raise ValueError(
-                f"{name} must be {wanted} to enter a cache of {kept.shape}, "
-                f"not {new.shape}"
-            )
-        if new.dtype != kept.dtype:
-            raise TypeError(f"the cache holds {kept.dtype}, but {name} is {new.dtype}")
+        arguments.check_entry(name, new, wanted, kept.dtype)

@@ -192,6 +192,10 @@ def read_favor(query: ArrayLike, cache: LinearCache, *, projection: ArrayLike) -
 def _step(
     queries: Features, keys: Features, values: Array, query: Array, cache: LinearCache
 ) -> tuple[Array, LinearCache]:
+    B, K, M, V = cache.sums.state.shape
+    dtype = cache.sums.state.dtype
+    arguments.check_entry("features of key", keys.values, (B, 1, K, M), dtype)
+    arguments.check_entry("value", values, (B, 1, K, V), dtype)
     inside = cache.position < cache.max_length
     sums = added(cache.sums, sums_of(keys, values))
     after = dataclasses.replace(cache, sums=sums, position=cache.position + 1)

@@ -115,6 +115,12 @@ def step_compressed(
         NaN.
     """
     query, key, value, _ = arguments.check_step(query, key, value, cache.position)
+    for name, new, tail in (
+        ("key", key, cache.key_tail),
+        ("value", value, cache.value_tail),
+    ):
+        wanted = (len(tail), 1, *tail.shape[2:])
+        arguments.check_entry(name, new, wanted, tail.dtype)
     kernels = low_rank.check_kernels(key_kernel, value_kernel, key, value)
     width = cache.key_tail.shape[1]
     if len(kernels[0]) != width:

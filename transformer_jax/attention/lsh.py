@@ -104,7 +104,8 @@ def _attend(
     T, buckets = query.shape[2], 2 * rotations.shape[2]
     bucket = jnp.where(inside[:, None, None], hashed(query, rotations), buckets)
     order = sort_places(bucket)
-    codes = code_of(bucket, (order.rank if is_causal else order.inverse) // size, T)
+    rank = order.rank if is_causal else order.inverse
+    codes = code_of(bucket, rank, size, T)
 
     def arranged(x: Array) -> Array:
         spread = jnp.broadcast_to(x[:, :, None], (*bucket.shape, x.shape[-1]))

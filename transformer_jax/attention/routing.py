@@ -227,7 +227,7 @@ def _attend_past(
     cluster = _side_by_side(cluster[1], cluster[0], axis=2)
     order = sort_places(cluster)
     size = min(window, 2 * T)
-    code = code_of(cluster, order.rank // size, 2 * T)
+    code = code_of(cluster, order.rank, size, 2 * T)
 
     def arranged(keys: Array, queries: Array) -> Array:
         x = _side_by_side(keys, queries, axis=2)
