@@ -254,7 +254,7 @@ def test_bench_train(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ("which benchmark?", "bench decode or bench train")),
+        ([], ("which benchmark?", "bench decode or bench kinds")),
         (["sleep"], ("'sleep' is no benchmark",)),
         (["decode", "--systems=jax,fairseq"], ("--systems", "transformers", "fairseq")),
         (["decode", "--batches=1,few"], ("--batches takes numbers", "few")),

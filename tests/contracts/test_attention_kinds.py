@@ -359,6 +359,30 @@ def test_lsh_reads_itself_only_if_alone():
     np.testing.assert_array_equal(output.ravel(), [2.0, 1.0])
 
 
+@pytest.mark.parametrize("name", ["linear", "favor"])
+def test_a_memory_refuses_other_queries(name):
+    setting = SETTINGS[name]
+    row, pieces = ATTENTION[setting.kind], pieces_of(setting)
+    query, *memory = arrays_of(setting).values()
+    filled = row.fill(*memory, jnp.array(LENGTHS), **taken(row.fill, pieces))
+    for other in (query[0], query[:1], query[:, :, :3]):
+        with pytest.raises(ValueError, match="to read this memory"):
+            row.read(other, filled, **taken(row.read, pieces))
+    if name == "linear":
+        with pytest.raises(ValueError, match="sums of 6 features"):
+            row.read(query[..., :5], filled)
+
+
+def test_a_cache_of_other_features_is_refused():
+    setting = SETTINGS["favor"]
+    cache = ATTENTION["linear"].init_cache(
+        B, T, kv_heads=K, head_width=H, value_width=V, dtype=jnp.float32
+    )
+    place = [array[:, :1] for array in arrays_of(setting).values()]
+    with pytest.raises(ValueError, match="must be one of positive, relu, not 'elu'"):
+        ATTENTION["favor"].step(*place, cache, projection=normal(H, H))
+
+
 def test_cells_of_different_buckets_are_apart_among_a_million_places():
     places, size, buckets = 2**20 - 2, 64, 2**15
     corners = [(b, r) for b in (0, 1, 4096, buckets) for r in (0, places - 1)]

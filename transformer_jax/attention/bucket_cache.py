@@ -206,6 +206,11 @@ def _empty(
 ) -> BucketCache:
     B, S, K, H, V = sizes
     rounds, buckets = rounds_and_buckets
+    if min(heads, rounds, buckets) < 1 or heads % K:
+        raise ValueError(
+            "a cache of buckets needs a round, a bucket, and heads that are a multiple "
+            f"of {K}, not {rounds}, {buckets} and {heads}"
+        )
     return BucketCache(
         key=jnp.zeros((B, key_heads, S, H), dtype),
         value=jnp.zeros((B, K, S, V), dtype),

@@ -20,6 +20,7 @@ from transformer_jax.attention.features import (
     sums_of,
 )
 from transformer_jax.attention.products import wide_dtype
+from transformer_jax.patterns.ranges import check_integer
 
 
 @functools.partial(
@@ -85,6 +86,7 @@ def init_favor(
         TypeError, ValueError: as `init_linear`.
     """
     favor.check_map(feature_map)
+    features = check_integer("features", features, 1)
     sizes = arguments.check_cache_sizes(
         batch, max_length, kv_heads, head_width, value_width, dtype
     )
@@ -128,6 +130,7 @@ def step_favor(
 ) -> tuple[Array, LinearCache]:
     """Do as `step_linear` with the features of `favor_attention`."""
     query, key, value, _ = arguments.check_step(query, key, value, cache.position)
+    favor.check_map(cache.feature_map)
     projection = favor.check_projection(projection, query.shape[3])
     queries = favor.query_features(query, projection, cache.feature_map)
     keys = favor.key_features(key, value, projection, cache.feature_map, None)
@@ -176,14 +179,15 @@ def fill_favor(
 
 def read_linear(query: ArrayLike, cache: LinearCache) -> Array:
     """Attend from `[B, T, N, H]` to what `fill_linear` returned, `[B, T, N, V]`."""
-    query = jnp.asarray(query)
+    query = _check_read(query, cache)
     apply = linear.check_feature_map(cache.feature_map)
     return _read(Features(apply(query.astype(wide_dtype(query)))), query, cache)
 
 
 def read_favor(query: ArrayLike, cache: LinearCache, *, projection: ArrayLike) -> Array:
     """Attend from `[B, T, N, H]` to what `fill_favor` returned, `[B, T, N, V]`."""
-    query = jnp.asarray(query)
+    query = _check_read(query, cache)
+    favor.check_map(cache.feature_map)
     projection = favor.check_projection(projection, query.shape[3])
     queries = favor.query_features(query, projection, cache.feature_map)
     return _read(queries, query, cache)
@@ -203,5 +207,23 @@ def _step(
     return arguments.or_nan(inside, output), after
 
 
+def _check_read(query: ArrayLike, cache: LinearCache) -> Array:
+    """Return the queries of a memory; refuse other rows and heads."""
+    query = jnp.asarray(query)
+    B, K = cache.sums.total.shape[:2]
+    if query.ndim != 4 or len(query) != B or query.shape[2] % K:
+        raise ValueError(
+            f"query must be [B, T, N, H] with B = {B} and N a multiple of {K} to read "
+            f"this memory, not {query.shape}"
+        )
+    return query
+
+
 def _read(queries: Features, query: Array, cache: LinearCache) -> Array:
+    held, features = cache.sums.total.shape[2], queries.values.shape[3]
+    if features != held:
+        raise ValueError(
+            f"the cache holds sums of {held} features, but queries {query.shape} have "
+            f"{features}"
+        )
     return mean_of(*read_sums(queries.values, cache.sums)).astype(query.dtype)
