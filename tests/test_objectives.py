@@ -319,12 +319,12 @@ def test_their_neighbours_are_allowed(objective, sections):
 NBEST = {
     "greedy": ({}, 1, "use beam_search or sample"),
     "sample": ({}, None, ""),
-    "beam_search": ({"beam_size": 3}, 3, "more than decode.beam_size=3: widen"),
-    "parallel": ({"length_beam": 3}, 3, "more than decode.length_beam=3: widen"),
-    "overgenerate": ({"length_beam": 5}, 5, "more than decode.length_beam=5: widen"),
-    "mask_predict": ({"length_beam": 2}, 2, "more than decode.length_beam=2: widen"),
+    "beam_search": ({"beam_size": 3}, 3, "more than decode.beam_size=3: raise"),
+    "parallel": ({"length_beam": 3}, 3, "more than decode.length_beam=3: raise"),
+    "overgenerate": ({"length_beam": 5}, 5, "more than decode.length_beam=5: raise"),
+    "mask_predict": ({"length_beam": 2}, 2, "more than decode.length_beam=2: raise"),
     "ctc_greedy": ({}, 1, "'ctc_greedy' has one: use ctc_beam_search"),
-    "ctc_beam_search": ({"beam_size": 7}, 7, "more than decode.beam_size=7: widen"),
+    "ctc_beam_search": ({"beam_size": 7}, 7, "more than decode.beam_size=7: raise"),
 }
 
 

@@ -55,7 +55,7 @@ def _whole_config(workdir: Any) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise ConfigError(
-            f"--workdir {workdir} holds no run ({CONFIG_FILE} is missing): train one "
+            f"{workdir} holds no run ({CONFIG_FILE} is missing): train one "
             "there first, or name another directory"
         ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:

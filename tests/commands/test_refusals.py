@@ -90,7 +90,9 @@ def test_bad_config_file_is_refused(text, word, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("model.widht", 3, ["unknown setting 'widht' Did you mean", "width"]),
+        ("model.widht", 3, ["unknown setting 'widht': did you mean width?"]),
+        ("train.steps", "ten", ["--config.train.steps must be an integer, not 'ten'"]),
+        ("train.clip", "x", ["--config.train.clip must be a number, not 'x'"]),
         ("decode.nothing", 3, ["unknown setting 'nothing' (decode has alpha, beam_s"]),
         ("modle.width", 3, ["unknown setting", "modle", "model"]),
         ("model.width", "abc", ["model.width", "abc"]),

@@ -25,6 +25,11 @@ from transformer_jax.saved_config import read_config
 
 WORKDIR = "Working directory: a folder or gs:// path."
 NO_WORKDIR = "--workdir is missing: name a folder or gs:// path"
+# How ml_collections and Python say what `parse` says more plainly.
+_NEAREST = re.compile(r"\.?\s*Did you mean \"(\w+)\" instead of \"\w+\"\?")
+_NO_NUMBER = re.compile(
+    r"flag (--[^=]+)=(.*): (?:invalid literal for (int)|could not convert string).*"
+)
 
 
 def parse(
@@ -55,7 +60,7 @@ def parse(
             "--config=FILE comes first, before the settings that change it"
         ) from error
     except (AttributeError, KeyError) as error:  # How ml_collections says it.
-        name = one_line(_innermost(error))
+        name = _NEAREST.sub(r": did you mean \1?", one_line(_innermost(error)))
         raise ConfigError(f"unknown setting {name}{_others(argv)}") from error
     except flags.UnrecognizedFlagError as error:
         raise ConfigError(f"{one_line(error)}{_as_setting(error)}") from error
@@ -188,6 +193,9 @@ def _plainer(line: str) -> str:
             "--config=FILE is for train: the settings are those of --workdir, and "
             "--config.SECTION.NAME=VALUE changes one"
         )
+    if found := _NO_NUMBER.fullmatch(line):
+        kind = "an integer" if found[3] else "a number"
+        return f"{found[1]} must be {kind}, not {found[2]!r}"
     return line.removeprefix("flag --workdir=None: ")
 
 

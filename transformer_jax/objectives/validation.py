@@ -112,8 +112,8 @@ def check_nbest(config: DecodeConfig, nbest: int) -> None:
             most = getattr(config, field)
             if nbest > most:
                 raise ConfigError(
-                    f"--nbest={nbest} is more than decode.{field}={most}: widen the "
-                    "beam"
+                    f"--nbest={nbest} is more than decode.{field}={most}: raise "
+                    f"decode.{field} to {nbest}"
                 )
             return
     if nbest == 1 or config.strategy == "sample":
