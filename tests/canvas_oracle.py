@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.objectives import OBJECTIVES
+from transformer_jax.objectives.passes import Passes
 from transformer_jax.parallel_models import Encoded
 from transformer_jax.types import Batch
 
@@ -72,7 +73,8 @@ class Oracle:
 def loss_of(objective, model, batch, *, key=None, params=None, **options):
     options = OPTIONS[objective] | options
     row = OBJECTIVES[objective]
-    return row.loss(model, params, batch, Vocabulary, key=key, **options)
+    passes = Passes(model, {"params": params}, key)
+    return row.loss(passes, batch, Vocabulary, **options)
 
 
 def log_softmax(logits):

@@ -13,6 +13,8 @@ from trees import bits
 
 from transformer_jax.checkpoints import CheckpointError, Checkpoints
 
+WANTED_PARAMS = {"params": WANTED["params"]}
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -48,7 +50,7 @@ def test_empty_directory_gives_nothing_and_stays_as_it_is(tmp_path):
         assert checkpoints.steps() == []
         assert checkpoints.best_step() is None
         with pytest.raises(CheckpointError, match="train first"):
-            checkpoints.restore_params(WANTED["params"])
+            checkpoints.restore_entries(WANTED_PARAMS)
         with pytest.raises(CheckpointError, match="reading only"):
             checkpoints.save(1, make_state(1), {})
     assert not (tmp_path / "none").exists()
@@ -62,10 +64,11 @@ def test_donated_buffers_do_not_reach_the_checkpoint(tmp_path):
             array = advance(array)
             checkpoints.save(step, {"params": array}, AWAY)
         array = advance(array)
+    wanted = {"params": abstract(array)}
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         for step in (1, 2, 3):
-            restored = checkpoints.restore_params(abstract(array), step=step)
-            assert (np.asarray(restored.state) == step).all()
+            restored = checkpoints.restore_entries(wanted, step=step)
+            assert (np.asarray(restored.state["params"]) == step).all()
 
 
 def test_metadata_may_change_after_save(tmp_path):
@@ -94,8 +97,8 @@ def test_restores_onto_other_devices(tmp_path, back):
 
 def test_params_are_read_without_the_optimizer(whole):
     with Checkpoints(whole, read_only=True) as checkpoints:
-        restored = checkpoints.restore_params(WANTED["params"])
-    assert_same(restored.state, make_state(3)["params"])
+        restored = checkpoints.restore_entries(WANTED_PARAMS)
+    assert_same(restored.state["params"], make_state(3)["params"])
     assert restored.metadata == {"position": 30}
 
 
@@ -111,7 +114,7 @@ def test_keeps_latest_best_and_multiples_over_restarts(tmp_path):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert checkpoints.steps() == [4, 6, 12, 14]
         assert checkpoints.best_step() == 4
-        assert checkpoints.restore_params(WANTED["params"], step="best").step == 4
+        assert checkpoints.restore_entries(WANTED_PARAMS, step="best").step == 4
         assert checkpoints.restore(WANTED).step == 14
 
 
@@ -132,7 +135,7 @@ def test_of_equally_good_steps_the_first_is_the_best_everywhere(tmp_path):
         checkpoints.wait()
         assert checkpoints.best_step() == 2
         assert checkpoints.best_steps(2) == [2, 3]
-        assert checkpoints.restore_params(WANTED["params"], step="best").step == 2
+        assert checkpoints.restore_entries(WANTED_PARAMS, step="best").step == 2
 
 
 def test_best_moves_on_within_a_run(tmp_path):
@@ -182,7 +185,7 @@ def test_leaves_are_described_without_reading_them(copied):
 def test_without_metrics_best_is_the_newest(whole):
     with Checkpoints(whole, read_only=True) as checkpoints:
         assert checkpoints.best_step() is None
-        assert checkpoints.restore_params(WANTED["params"], step="best").step == 3
+        assert checkpoints.restore_entries(WANTED_PARAMS, step="best").step == 3
 
 
 def test_saving_again_is_no_change_and_going_back_is_refused(copied):
@@ -240,7 +243,8 @@ def test_damaged_step_is_passed_over(copied, caplog, capfd, name):
         restored = checkpoints.restore(WANTED)
         assert_same(restored.state, make_state(2))
         assert_same(
-            checkpoints.restore_params(WANTED["params"]).state, make_state(2)["params"]
+            checkpoints.restore_entries(WANTED_PARAMS).state["params"],
+            make_state(2)["params"],
         )
         with pytest.raises(CheckpointError, match=rf"{reason}.*has \[1, 2, 3\]"):
             checkpoints.restore(WANTED, step=3)
@@ -327,5 +331,5 @@ def test_another_model_is_refused_at_its_first_leaf(whole, caplog, change, messa
         with pytest.raises(CheckpointError, match=message):
             checkpoints.restore(state)
         with pytest.raises(CheckpointError, match=r"params/\w+"):
-            checkpoints.restore_params(state["params"])
+            checkpoints.restore_entries({"params": state["params"]})
     assert caplog.records == []

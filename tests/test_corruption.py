@@ -21,6 +21,7 @@ from transformer_jax.corruption import (
 from transformer_jax.models import build_model
 from transformer_jax.objectives import OBJECTIVES, teacher_forcing
 from transformer_jax.objectives.canvas import known_length
+from transformer_jax.objectives.passes import Passes
 from transformer_jax.types import Batch
 
 KEY = jax.random.key(5)
@@ -271,8 +272,8 @@ def loss_of(objective="autoregressive", **settings):
 
     def loss(params, step):
         corrupt = corruption_at(config, step)
-        given = params, batch_of(), Vocabulary
-        return row.loss(model, *given, key=KEY, corrupt=corrupt, **options)
+        passes = Passes(model, {"params": params}, KEY)
+        return row.loss(passes, batch_of(), Vocabulary, corrupt=corrupt, **options)
 
     return loss
 

@@ -56,9 +56,9 @@ def generator(params, strategy, *, devices=1, nbest=1, forbidden=(), **settings)
         **{**SETTINGS[strategy], **settings},
     )
     mesh = make_mesh(ParallelConfig(data=devices))
-    params = jax.device_put(params, replicated(mesh))
+    variables = jax.device_put({"params": params}, replicated(mesh))
     return Generator(
-        MODEL, params, config, Vocabulary, mesh, nbest=nbest, forbidden=forbidden
+        MODEL, variables, config, Vocabulary, mesh, nbest=nbest, forbidden=forbidden
     )
 
 
@@ -69,7 +69,7 @@ def test_steps_give_the_logits_of_the_model_without_symbols_that_are_no_output(p
     whole = np.array(MODEL.apply(variables, source, lengths, target))
     whole[..., [0, 1, 3]] = -np.inf
     memory = MODEL.apply(variables, source, lengths, method="read")
-    step_fn = make_step_fn(MODEL, params, memory, Vocabulary)
+    step_fn = make_step_fn(MODEL, variables, memory, Vocabulary)
     cache = MODEL.init_cache(2, target.shape[1])
     for place in range(target.shape[1]):
         logits, cache = step_fn(target[:, place], cache)

@@ -20,7 +20,8 @@ LEVELS = (
         *("lattice", "ctc", "losses", "decoding"),
     ),
     (
-        *("layers", "stacks", "frontends", "encoder", "decoder"),
+        *("synthesis", "pieces", "layers", "stacks", "frontends"),
+        *("encoder", "decoder"),
         *("parallel_models", "models"),
     ),
     ("corruption", "objectives"),

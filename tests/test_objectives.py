@@ -27,6 +27,7 @@ from transformer_jax.objectives import (
     teacher_forcing,
     validate,
 )
+from transformer_jax.objectives.passes import Passes
 from transformer_jax.types import Batch
 
 
@@ -66,9 +67,8 @@ def test_autoregressive_counts_every_token_and_end_once():
         return jnp.zeros((*arguments[2].shape, 8)) + variables["params"]
 
     total, weight = OBJECTIVES["autoregressive"].loss(
-        SimpleNamespace(apply=apply),
-        *(jnp.zeros(()), BATCH, Vocabulary),
-        key=None,
+        Passes(SimpleNamespace(apply=apply), {"params": jnp.zeros(())}, None),
+        *(BATCH, Vocabulary),
         label_smoothing=0.1,
     )
     assert weight == 4 + 2
@@ -80,12 +80,12 @@ def test_a_key_turns_dropout_on():
 
     def apply(variables, *arguments, method, rngs):
         seen.append(tuple(jax.random.key_data(rngs["dropout"]).tolist()))
-        return jnp.zeros((*arguments[-1].shape, 8))
+        return jnp.zeros((*arguments[-2].shape, 8))
 
     key = jax.random.key(0)
     model = SimpleNamespace(apply=apply)
     OBJECTIVES["autoregressive"].loss(
-        model, (), BATCH, Vocabulary, key=key, label_smoothing=0.0
+        Passes(model, {}, key), BATCH, Vocabulary, label_smoothing=0.0
     )
     assert len(set(seen)) == len(seen) == 2
 
@@ -378,7 +378,11 @@ def test_settings_offer_what_the_tables_hold():
             r"encoder_attention: .*column 1.*local",
         ),
         ("cross_attention", "per_head((full(),))", "one of 1 heads, but there are 4"),
-        ("encoder_attention", "full();" * 9 + "full()", "10 patterns, but .*layers is"),
+        (
+            "encoder_attention",
+            "full();" * 9 + "full()",
+            "10 kinds of attention, but .*layers is",
+        ),
         ("encoder_attention", "full(); ~full()", "'~full()' leaves place 0 nothing"),
         ("decoder_attention", "~local(0)", "leaves place 0 nothing to attend"),
         ("decoder_attention", "local(-1)", "left must be at least 0, not -1"),

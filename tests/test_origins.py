@@ -65,11 +65,11 @@ def test_run_without_checkpoints_is_refused(tmp_path):
 
 def test_parameters_are_read_or_the_first_that_differs_is_named(run):
     origin = find_origin(f"{run}@3")
-    restored = origin.restore({"dense": {"kernel": jnp.zeros((2, 3))}})
+    restored = origin.restore({"params": {"dense": {"kernel": jnp.zeros((2, 3))}}})
     assert (restored.step, restored.metadata) == (3, {"vocabulary": "none"})
-    assert (restored.state["dense"]["kernel"] == 3).all()
+    assert (restored.state["params"]["dense"]["kernel"] == 3).all()
     with pytest.raises(ConfigError) as caught:
-        origin.restore({"dense": {"kernel": jnp.zeros((2, 7))}})
+        origin.restore({"params": {"dense": {"kernel": jnp.zeros((2, 7))}}})
     for word in (
         "float32[2, 3]",
         "params/dense/kernel",

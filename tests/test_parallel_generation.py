@@ -75,8 +75,8 @@ def generator(strategy, *, devices=1, nbest, **options):
         strategy=strategy, max_length=PLACES, **SETTINGS.get(strategy, {})
     )
     mesh = make_mesh(ParallelConfig(data=devices))
-    params = jax.device_put(params, replicated(mesh))
-    parts = model, params, config, Vocabulary, mesh
+    variables = jax.device_put({"params": params}, replicated(mesh))
+    parts = model, variables, config, Vocabulary, mesh
     return ParallelGenerator(*parts, nbest=nbest, forbidden=FORBIDDEN, **options)
 
 
@@ -275,12 +275,13 @@ def test_another_model_chooses_among_the_candidates(monkeypatch):
     made, plain = decoded("parallel")
     other = build_model(CONFIG)
     params = drawn(other, *sources(2), sources(2)[0], scale=0.5, seed=4)
-    monkeypatch.setattr(made, "rescorer", Rescorer(other, params, Vocabulary))
+    variables = {"params": params}
+    monkeypatch.setattr(made, "rescorer", Rescorer(other, variables, Vocabulary))
     found = made(*sources(ROWS), np.arange(ROWS))
     ids, lengths = (np.repeat(array, 3, axis=0) for array in sources(ROWS))
     tokens = found.tokens.reshape(3 * ROWS, -1)
     inputs = np.pad(tokens, ((0, 0), (1, 0)), constant_values=Vocabulary.bos_id)
-    logits = np.array(jax.jit(other.apply)({"params": params}, ids, lengths, inputs))
+    logits = np.array(jax.jit(other.apply)(variables, ids, lengths, inputs))
     logits[..., [0, 1, 3]] = -np.inf
     said = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     for number, symbols in enumerate(tokens):

@@ -9,7 +9,7 @@ import pytest
 from trees import named, perturbed
 
 from transformer_jax.encoder import EncoderBlock
-from transformer_jax.stacks import Stack
+from transformer_jax.stacks import Common, Stack
 
 B, T, D, HEADS = 2, 5, 6, 3
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
@@ -38,7 +38,7 @@ def run_stack(params, *, scan, remat="none", seed=None):
     def total(params):
         rngs = {} if seed is None else {"dropout": jax.random.key(seed)}
         y, _ = stack.apply(
-            params, "__call__", X, None, LENGTHS, None, rngs=rngs, method="run"
+            params, "__call__", X, None, LENGTHS, Common(), rngs=rngs, method="run"
         )
         return (y**2).sum(), y
 
@@ -48,7 +48,7 @@ def run_stack(params, *, scan, remat="none", seed=None):
 @functools.cache
 def unrolled_params():
     stack = Stack(EncoderBlock, FIELDS, LAYERS, False, "none")
-    arguments = ("__call__", X, None, LENGTHS, None)
+    arguments = ("__call__", X, None, LENGTHS, Common())
     return perturbed(stack.init(jax.random.key(0), *arguments, method="run"))
 
 

@@ -118,8 +118,8 @@ def test_gradient_is_the_mean_over_tokens():
     loss, params = loss_of(model_of(0.0)), jax.device_get(first_state(8).params)
 
     def mean(params, batch):
-        total, weight = loss(params, batch, None, None)
-        return total / weight
+        total, weight = loss(params, None, batch, None, None)
+        return total / weight[0]
 
     @jax.jit
     def wanted(params, batch):
@@ -147,16 +147,14 @@ def test_another_shape_is_an_error_not_a_compilation():
 
 def test_evaluation_has_neither_dropout_nor_smoothing():
     mesh = make_mesh(ParallelConfig())
-    params, batch = first_state(8).params, batch_of(1)
+    variables, batch = first_state(8).variables, batch_of(1)
     noisy = validation_loss(model_of(0.5), Vocabulary, TRAIN)
-    compiled = compile_losses(noisy, params, [BUCKET], mesh)[BUCKET]
-    plain = jax.jit(
-        functools.partial(loss_of(model_of(0.0), smoothing=0.0), key=None, step=None)
-    )
+    compiled = compile_losses(noisy, variables, [BUCKET], mesh)[BUCKET]
+    plain = jax.jit(loss_of(model_of(0.0), smoothing=0.0))
+    params = jax.device_get(variables["params"])
+    total, (weight, _) = plain(params, None, batch, None, None)
     np.testing.assert_allclose(
-        compiled(params, put(batch, 8)),
-        plain(jax.device_get(params), batch),
-        rtol=1e-5,
+        compiled(variables, put(batch, 8)), (total, weight), rtol=1e-5
     )
 
 

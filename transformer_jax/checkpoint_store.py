@@ -131,11 +131,11 @@ def describe(state: PyTree) -> dict[str, str]:
 
 
 def first_difference(
-    one: dict[str, str], other: dict[str, str], part: str = ""
+    one: dict[str, str], other: dict[str, str], entries: Collection[str] = ()
 ) -> tuple[str, str, str] | None:
-    """Return the first path below `part` where two descriptions differ, and both."""
+    """Return the first path below `entries` where two descriptions differ, and both."""
     for path in [*other, *one]:
-        if part in ("", path.partition("/")[0]):
+        if not entries or path.partition("/")[0] in entries:
             pair = one.get(path, "nothing"), other.get(path, "nothing")
             if pair[0] != pair[1]:
                 return path, *pair

@@ -5,7 +5,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from etils import epath
@@ -211,33 +211,32 @@ class Checkpoints:
             self._own.add(restored.step)
         return restored
 
-    def restore_params(
+    def restore_entries(
         self,
-        abstract_params: PyTree,
+        abstract: dict[str, PyTree],
         *,
         step: int | Literal["best"] | None = None,
-        part: str = "params",
     ) -> Restored:
-        """Read one entry of a saved state alone, whatever else it holds.
+        """Read some entries of a saved state, whatever else it holds.
 
         Args:
-            abstract_params: as in `restore`.
+            abstract: as in `restore`, by the entries' names: fields of the saved state,
+                such as "params" or "ema".
             step: None means the newest; "best" the one of the lowest metric, or the
                 newest if none has a metric.
-            part: the entry, a field of the saved state: "params" or "ema".
 
         Raises:
             CheckpointError: as in `restore`, or the directory holds no checkpoint.
         """
-        restored = self._read({part: abstract_params}, step, part=part)
+        restored = self._read(abstract, step, entries=abstract)
         if restored is None:
             raise CheckpointError(f"no checkpoint in {self.directory}: train first")
-        return restored._replace(state=restored.state[part])
+        return restored
 
     def _read(
-        self, wanted: PyTree, asked: int | str | None, part: str = ""
+        self, wanted: PyTree, asked: int | str | None, entries: Collection[str] = ()
     ) -> Restored | None:
-        """Read the first choice that is whole: its leaves below `part`."""
+        """Read the first choice that is whole: its leaves below `entries`."""
         self.wait()
         choices = [asked] if isinstance(asked, int) else self._ordered(asked)
         if isinstance(asked, int) and asked not in self.steps():
@@ -249,7 +248,7 @@ class Checkpoints:
             try:
                 checkpoint_store.require_whole(folder)
                 record = checkpoint_store.read_record(folder)
-                _require_same_leaves(record["leaves"], wanted, part, folder)
+                _require_same_leaves(record["leaves"], wanted, entries, folder)
                 state = checkpoint_store.read_state(folder, wanted)
                 return Restored(step, state, record["metadata"])
             except CheckpointError:
@@ -315,11 +314,14 @@ class Checkpoints:
 
 
 def _require_same_leaves(
-    saved: dict[str, str], wanted: PyTree, part: str, folder: epath.Path
+    saved: dict[str, str],
+    wanted: PyTree,
+    entries: Collection[str],
+    folder: epath.Path,
 ) -> None:
     """Raise CheckpointError at the first leaf that differs; Orbax would cast it."""
     now = checkpoint_store.describe(wanted)
-    if difference := checkpoint_store.first_difference(saved, now, part):
+    if difference := checkpoint_store.first_difference(saved, now, entries):
         path, old, new = difference
         raise CheckpointError(
             f"checkpoint {folder} holds {old} for {path}, but this model wants "

@@ -1,14 +1,14 @@
 """The decoder: self-attention, masked or not, then cross-attention to a memory."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.attention import ATTENTION
-from transformer_jax.layers import Dropout
-from transformer_jax.stacks import Block, Tower, is_scanned
+from transformer_jax.attention import Attention
+from transformer_jax.layers import Dropout, empty_cache
+from transformer_jax.stacks import Block, Common, Tower, is_scanned
 from transformer_jax.types import PyTree
 
 
@@ -18,7 +18,7 @@ class DecoderBlock(Block):
     Self-attention is masked where `causal` is set: row t reads rows up to t.
     """
 
-    SCANNED: ClassVar[dict[str, int]] = {"__call__": 4, "project": 1, "step": 1}
+    SCANNED: ClassVar[dict[str, int]] = {"__call__": 4, "project": 2, "step": 1}
 
     def setup(self) -> None:
         self.self_attention = self.make_self_attention()
@@ -34,7 +34,7 @@ class DecoderBlock(Block):
         memory: jax.Array,
         memory_lengths: jax.Array,
         lengths: jax.Array | None,
-        bias: Any,
+        common: Common,
     ) -> tuple[jax.Array, None]:
         """Map target states `[B, T, D]` to the same.
 
@@ -42,12 +42,13 @@ class DecoderBlock(Block):
         """
 
         def attend_self(y: jax.Array) -> jax.Array:
-            key_value = self.self_attention.project(y)
             return self.self_attention(
                 y,
-                key_value,
-                bias=bias,
+                self.self_attention.project(y),
+                projections=common.projections,
+                bias=common.bias,
                 is_causal=self.causal,
+                query_seq_lengths=lengths,
                 key_value_seq_lengths=lengths,
             )
 
@@ -56,19 +57,28 @@ class DecoderBlock(Block):
 
         def attend_memory(y: jax.Array) -> jax.Array:
             return self.cross_attention(
-                y, projected, key_value_seq_lengths=memory_lengths
+                y,
+                projected,
+                projections=common.cross_projections,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=memory_lengths,
             )
 
         return self._read_memory(x, attend_memory), scanned
 
     def project(
-        self, memory: jax.Array, scanned: None, memory_lengths: jax.Array
+        self,
+        memory: jax.Array,
+        scanned: None,
+        memory_lengths: jax.Array,
+        common: Common,
     ) -> tuple[jax.Array, PyTree]:
         """Project the memory once a source, for `step`."""
-        return memory, self.cross_attention.fill(memory, memory_lengths)
+        projections = common.cross_projections
+        return memory, self.cross_attention.fill(memory, memory_lengths, projections)
 
     def step(
-        self, x: jax.Array, scanned: PyTree, bias: Any
+        self, x: jax.Array, scanned: PyTree, common: Common
     ) -> tuple[jax.Array, PyTree]:
         """Map one new place `[M, 1, D]`; `scanned` is (cache, projected memory)."""
         cache, projected = scanned
@@ -76,7 +86,7 @@ class DecoderBlock(Block):
 
         def attend_self(y: jax.Array) -> jax.Array:
             nonlocal cache
-            attended, cache = self.self_attention.step(y, cache, bias=bias)
+            attended, cache = self.self_attention.step(y, cache, bias=common.bias)
             return attended
 
         x = self.add_and_norm(x, attend_self, self.norms[0])
@@ -120,20 +130,21 @@ class Decoder(Tower):
             lengths: int32 `[B]`, places of the target that are attended; None means
                 all, which a causal decoder with padding on the right can afford.
         """
-        shared = memory, memory_lengths, lengths, self.bias()
+        shared = memory, memory_lengths, lengths, self.common()
         x, _ = self.stack.run("__call__", x, None, *shared)
         return self.normed(x)
 
     def project(self, memory: jax.Array, memory_lengths: jax.Array) -> PyTree:
         """Return what every layer reads of the memory `[B, S, D]`, for `step`."""
-        return self.stack.run("project", memory, None, memory_lengths)[1]
+        shared = memory_lengths, self.common()
+        return self.stack.run("project", memory, None, *shared)[1]
 
     def step(
         self, x: jax.Array, caches: PyTree, projected: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """Map the features of one new place `[M, 1, D]` to its states."""
         scanned = tuple(zip(caches, projected, strict=True))
-        x, caches = self.stack.run("step", x, scanned, self.bias())
+        x, caches = self.stack.run("step", x, scanned, self.common())
         return self.normed(x), caches
 
     def init_cache(self, batch: int, max_length: int) -> PyTree:
@@ -143,15 +154,11 @@ class Decoder(Tower):
         axis 1. Needs no parameters.
         """
         fields = self.block_fields
+        sizes = {
+            name: fields[name] for name in ("heads", "kv_heads", "head_width", "dtype")
+        }
         caches = [
-            ATTENTION["dot_product"].init_cache(
-                batch,
-                max_length,
-                kv_heads=fields["kv_heads"],
-                head_width=fields["head_width"],
-                dtype=fields["dtype"],
-                pattern=variant.get("pattern"),
-            )
+            empty_cache(variant.get("kind", Attention()), batch, max_length, **sizes)
             for variant in self.variants
         ]
         turns = self.layers // len(caches)

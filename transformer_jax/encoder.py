@@ -1,13 +1,13 @@
 """The encoder: self-attention over the whole source."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.layers import Dropout
-from transformer_jax.stacks import Block, Tower
+from transformer_jax.stacks import Block, Common, Tower
 from transformer_jax.types import EMBED, POSITION
 
 
@@ -23,7 +23,7 @@ class EncoderBlock(Block):
         self.residual_dropout = Dropout(self.dropout)
 
     def __call__(
-        self, x: jax.Array, scanned: None, lengths: jax.Array, bias: Any
+        self, x: jax.Array, scanned: None, lengths: jax.Array, common: Common
     ) -> tuple[jax.Array, None]:
         """Map `[B, S, D]` to the same; keys from `lengths` on are not attended.
 
@@ -31,9 +31,13 @@ class EncoderBlock(Block):
         """
 
         def attend(y: jax.Array) -> jax.Array:
-            key_value = self.self_attention.project(y)
             return self.self_attention(
-                y, key_value, bias=bias, key_value_seq_lengths=lengths
+                y,
+                self.self_attention.project(y),
+                projections=common.projections,
+                bias=common.bias,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
             )
 
         x = self.add_and_norm(x, attend, self.norms[0])
@@ -72,6 +76,6 @@ class Encoder(Tower):
             tokens = self.extra_tokens.astype(x.dtype)
             tokens = jnp.broadcast_to(tokens, (len(x), *tokens.shape))
             x = jnp.concatenate([tokens, x], 1)
-        x, _ = self.stack.run("__call__", x, None, lengths, self.bias())
+        x, _ = self.stack.run("__call__", x, None, lengths, self.common())
         x = self.normed(x)
         return x[:, :extra], x[:, extra:]

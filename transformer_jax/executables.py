@@ -14,7 +14,7 @@ FEWEST_ROWS = 8
 
 
 class Executables:
-    """Compiles functions `(params, *arguments)` ahead of time, and counts that.
+    """Compiles functions `(variables, *arguments)` ahead of time, and counts that.
 
     What they return is spread over the devices by rows; what has no rows is on all.
 
@@ -46,7 +46,7 @@ class Executables:
     def call(
         self,
         piece: Callable,
-        params: PyTree,
+        variables: PyTree,
         *arguments: Any,
         donate: tuple[int, ...] = (),
         **static: Any,
@@ -54,10 +54,10 @@ class Executables:
         """Run a piece, compiled once for every shape and every static argument.
 
         Args:
-            piece: pure function (params, *arguments, **static).
-            params: parameters, of the same shapes in every call of a piece.
+            piece: pure function (variables, *arguments, **static).
+            variables: the model's, of the same shapes in every call of a piece.
             arguments: arrays, or trees of them.
-            donate: which arguments, the parameters being number 0, may be overwritten.
+            donate: which arguments, the variables being number 0, may be overwritten.
             static: Python values that the program is made for.
         """
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
@@ -65,17 +65,17 @@ class Executables:
         if key not in self._made:
             began = time.perf_counter()
 
-            def run(params: PyTree, *arguments: Any) -> Any:
-                return piece(params, *arguments, **static)
+            def run(variables: PyTree, *arguments: Any) -> Any:
+                return piece(variables, *arguments, **static)
 
-            results = jax.eval_shape(run, params, *arguments)
+            results = jax.eval_shape(run, variables, *arguments)
             jitted = jax.jit(
                 run, out_shardings=self._shardings(results), donate_argnums=donate
             )
-            self._made[key] = jitted.lower(params, *arguments).compile()
+            self._made[key] = jitted.lower(variables, *arguments).compile()
             self.compilations += 1
             self.compile_seconds += time.perf_counter() - began
-        return self._made[key](params, *arguments)
+        return self._made[key](variables, *arguments)
 
     def _shardings(self, tree: PyTree) -> PyTree:
         """Rows over the devices; what has no rows on all of them."""

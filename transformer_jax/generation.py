@@ -39,7 +39,7 @@ def unwritten_ids(vocabulary: Any) -> list[int]:
 
 
 def make_step_fn(
-    model: Seq2Seq, params: PyTree, memory: Memory, vocabulary: Any
+    model: Seq2Seq, variables: PyTree, memory: Memory, vocabulary: Any
 ) -> StepFunction:
     """Return the step function that decodes sources which the model has read.
 
@@ -47,13 +47,13 @@ def make_step_fn(
 
     Args:
         model: from `build_model`.
-        params: its parameters.
+        variables: its parameters, and what it keeps besides.
         memory: from the model's `read`.
         vocabulary: the target's.
     """
 
     def step_fn(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        return model.apply({"params": params}, tokens, cache, memory, method="step")
+        return model.apply(variables, tokens, cache, memory, method="step")
 
     return forbid(step_fn, unwritten_ids(vocabulary))
 
@@ -83,17 +83,17 @@ def make_search(config: DecodeConfig, vocabulary: Any, nbest: int) -> Search:
 
 
 class Generator:
-    """Decodes padded batches with one set of parameters.
+    """Decodes padded batches with one set of variables.
 
     Attributes:
-        params: the parameters.
+        variables: its variables.
         executables: what it has compiled.
     """
 
     def __init__(
         self,
         model: Seq2Seq,
-        params: PyTree,
+        variables: PyTree,
         config: DecodeConfig,
         vocabulary: Any,
         mesh: jax.sharding.Mesh,
@@ -105,14 +105,15 @@ class Generator:
 
         Args:
             model: from `build_model`.
-            params: its parameters, on every device of the mesh.
+            variables: its parameters, and what it keeps besides, on every device
+                of the mesh.
             config: how to decode.
             vocabulary: the target's.
             mesh: rows are spread over its axis `data`.
             nbest: hypotheses a source.
             forbidden: ids that no output may hold.
         """
-        self._model, self.params = model, params
+        self._model, self.variables = model, variables
         self.executables = Executables(mesh)
         self._config, self._vocabulary = config, vocabulary
         self._forbidden = forbidden
@@ -173,15 +174,19 @@ class Generator:
     def _call(self, piece: Callable, *arguments: Any) -> Any:
         """Run a piece; a segment's state is donated."""
         donate = (2,) if piece == self._segment else ()
-        return self.executables.call(piece, self.params, *arguments, donate=donate)
+        return self.executables.call(piece, self.variables, *arguments, donate=donate)
 
     def _begin(
-        self, params: PyTree, source: jax.Array, lengths: jax.Array, numbers: jax.Array
+        self,
+        variables: PyTree,
+        source: jax.Array,
+        lengths: jax.Array,
+        numbers: jax.Array,
     ) -> tuple[Memory, Any]:
         """Read the sources and begin the search."""
-        memory = self._model.apply({"params": params}, source, lengths, method="read")
+        memory = self._model.apply(variables, source, lengths, method="read")
         rows = source.shape[0] * self._draws
-        _, cache = self._constrained(params, memory, rows)
+        _, cache = self._constrained(variables, memory, rows)
         start = jnp.full(rows, self._vocabulary.bos_id, jnp.int32)
         keys = None
         if self._config.strategy == "sample":
@@ -189,11 +194,11 @@ class Generator:
         return memory, self._search.begin(cache, start, keys)
 
     def _segment(
-        self, params: PyTree, memory: Memory, state: Any, until: jax.Array
+        self, variables: PyTree, memory: Memory, state: Any, until: jax.Array
     ) -> tuple[Any, jax.Array, Hypotheses]:
         """Advance; return the state, which sources are active, and what is found."""
         rows = memory.lengths.shape[0]
-        step_fn, _ = self._constrained(params, memory, rows * self._draws)
+        step_fn, _ = self._constrained(variables, memory, rows * self._draws)
         state = run_search(self._search, step_fn, state, until)
         finished = self._search.finished(state).reshape(rows, -1).all(axis=1)
         found = jax.tree.map(
@@ -205,20 +210,20 @@ class Generator:
         return state, ~finished, found
 
     def _take(
-        self, params: PyTree, memory: Memory, state: Any, chosen: jax.Array
+        self, variables: PyTree, memory: Memory, state: Any, chosen: jax.Array
     ) -> tuple[Memory, Any]:
         """Keep some of the sources."""
-        del params
+        del variables
         return take_rows((memory, state), chosen, memory.lengths.shape[0])
 
     def _constrained(
-        self, params: PyTree, memory: Memory, rows: int
+        self, variables: PyTree, memory: Memory, rows: int
     ) -> tuple[StepFunction, PyTree]:
         """The model under the configuration's constraints: step function, first cache.
 
         Who needs one of them drops the other, which then is never computed.
         """
-        step_fn = make_step_fn(self._model, params, memory, self._vocabulary)
+        step_fn = make_step_fn(self._model, variables, memory, self._vocabulary)
         cache = self._model.init_cache(rows, self._config.max_length)
         if self._forbidden:
             step_fn = forbid(step_fn, self._forbidden)

@@ -16,8 +16,8 @@ from transformer_jax.objectives import check_nbest
 from transformer_jax.parallel_generation import ParallelGenerator, Rescorer
 from transformer_jax.runs import Run, open_run
 from transformer_jax.sharding import make_mesh, replicated
-from transformer_jax.training import abstract_params
-from transformer_jax.types import PyTree
+from transformer_jax.training import abstract_variables
+from transformer_jax.types import KEPT, PyTree, variables_of
 
 
 class Hypothesis(NamedTuple):
@@ -76,9 +76,9 @@ class TrainedModel:
         return self.run.config.decode
 
     @property
-    def params(self) -> PyTree:
-        """Its parameters."""
-        return self.generator.params
+    def variables(self) -> dict[str, PyTree]:
+        """Its parameters, and what it keeps besides."""
+        return self.generator.variables
 
     @property
     def rescorer(self) -> Rescorer | None:
@@ -175,7 +175,7 @@ class TrainedModel:
 def load_model(
     run: Run, *, step: int | str | None = "best", nbest: int = 1
 ) -> TrainedModel:
-    """Read a run's parameters.
+    """Read a run's variables.
 
     Args:
         run: from `open_run`.
@@ -193,7 +193,7 @@ def load_model(
     vocabulary = run.target_tokenizer.vocabulary
     forbidden = _ids(vocabulary, config.forbidden)
     mesh = make_mesh(run.config.parallel)
-    step, params = _restored(run, step, mesh)
+    step, variables = _restored(run, step, mesh)
     options: dict[str, Any] = {"nbest": nbest, "forbidden": forbidden}
     kind = Generator
     if run.config.train.objective in CANVASES:
@@ -201,22 +201,24 @@ def load_model(
         options["canvas_lengths"] = run.config.data.bucket_lengths
         if config.rescorer:
             options["rescorer"] = _rescorer(run, mesh)
-    generator = kind(run.model(), params, config, vocabulary, mesh, **options)
+    generator = kind(run.model(), variables, config, vocabulary, mesh, **options)
     return TrainedModel(run, step, generator)
 
 
 def _restored(
     run: Run, step: int | str | None, mesh: jax.sharding.Mesh
 ) -> tuple[int, PyTree]:
-    """Read a step of a run: its number and its parameters, on every device."""
-    wanted = abstract_params(run.model(), mesh)
+    """Read a step of a run: its number and its variables, on every device."""
+    abstract = abstract_variables(run.model(), mesh)
     checkpoints = run.checkpoints(read_only=True)
     if isinstance(step, int) and step not in (steps := checkpoints.steps()):
         raise ConfigError(f"{run.workdir} has no step {step}: it has {steps}")
-    part = "ema" if run.config.decode.use_ema else "params"
-    restored = checkpoints.restore_params(wanted, step=step, part=part)
+    params = "ema" if run.config.decode.use_ema else "params"
+    wanted = {params: abstract.pop("params"), **abstract}
+    restored = checkpoints.restore_entries(wanted, step=step)
     run.require_vocabulary_of(restored)
-    return restored.step, jax.device_put(restored.state, replicated(mesh))
+    variables = variables_of(restored.state[params], restored.state.get(KEPT))
+    return restored.step, jax.device_put(variables, replicated(mesh))
 
 
 def _rescorer(run: Run, mesh: jax.sharding.Mesh) -> Rescorer:
@@ -246,8 +248,8 @@ def _rescorer(run: Run, mesh: jax.sharding.Mesh) -> Rescorer:
             f"decode.max_source_length={decode.max_source_length} need {needed}: lower "
             "these, or name a model of more positions"
         )
-    _, params = _restored(other, "best", mesh)
-    return Rescorer(other.model(), params, other.target_tokenizer.vocabulary)
+    _, variables = _restored(other, "best", mesh)
+    return Rescorer(other.model(), variables, other.target_tokenizer.vocabulary)
 
 
 def _ids(vocabulary: Vocabulary, symbols: Sequence[str]) -> list[int]:

@@ -5,17 +5,23 @@ a "training" flag. Every parameter names its logical axes (`types.LOGICAL_AXES`)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.attention import ATTENTION
-from transformer_jax.attention.merging import attend_with_extra
+from transformer_jax.attention import (
+    Attention,
+    AttentionKind,
+    PieceSizes,
+    attend_with_extra,
+)
+from transformer_jax.attention.kinds import taken
 from transformer_jax.masks import hashed_dropout
-from transformer_jax.patterns import Pattern
+from transformer_jax.pieces import Pieces
 from transformer_jax.positions import rotary
 from transformer_jax.types import EMBED, HEAD, HEADS, MLP, PyTree
 
@@ -117,12 +123,14 @@ class FeedForward(nn.Module):
 class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2) around one kernel.
 
-    The kernel is the row `attention` of the ATTENTION table. Key projections have no
-    bias: softmax cancels it, and its rounding errors would be amplified by Adam. With
-    `rotary`, queries and keys are rotated by their positions (`positions.rotary`), so
-    keys enter a cache rotated. `pattern` tells the edges, None all. The first `extra`
-    places are tokens outside of the sequence (`attend_with_extra`), of calls alone:
-    there is no such cache.
+    `attention` tells the kernel, a row of the ATTENTION table, and what it is set to;
+    what the kernel takes besides queries, keys and values is in `pieces`. Key
+    projections have no bias: softmax cancels it, and its rounding errors would be
+    amplified by Adam. With `rotary`, queries and keys are rotated by their positions
+    (`positions.rotary`), so keys enter a cache rotated. The first `extra` places are
+    tokens outside of the sequence (`attend_with_extra`), of calls alone: there is no
+    such cache. `places` are those of the longest sequence, for kernels whose arrays
+    have so many.
     """
 
     width: int
@@ -132,52 +140,84 @@ class MultiHeadAttention(nn.Module):
     dropout: float
     dtype: Any
     rotary: bool = False
-    pattern: Pattern | None = None
+    attention: Attention = Attention()
     extra: int = 0
-    attention: str = "dot_product"
+    places: int = 0
 
     def setup(self) -> None:
         axes = (EMBED, HEADS, HEAD)
+        arrays = self.attention.row.arrays
         kv = (self.kv_heads, self.head_width)
-        self.query = make_projection(
-            (self.heads, self.head_width), axes, dtype=self.dtype
-        )
-        self.key = make_projection(kv, axes, use_bias=False, dtype=self.dtype)
+        if {"query", "query_key"} & {*arrays}:
+            self.query = make_projection(
+                (self.heads, self.head_width), axes, dtype=self.dtype
+            )
+        if "key" in arrays:
+            self.key = make_projection(kv, axes, use_bias=False, dtype=self.dtype)
         self.value = make_projection(kv, axes, dtype=self.dtype)
         self.out = make_projection(
             self.width, (HEADS, HEAD, EMBED), contract=2, dtype=self.dtype
         )
+        options = self.attention.options
+        sizes = PieceSizes(
+            self.heads, self.kv_heads, self.head_width, self.places, options
+        )
+        self.pieces = Pieces(self.attention, sizes, self.dtype)
 
     def project(
         self, memory: jax.Array, positions: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Map `[B, S, D]` to key and value `[B, S, K, H]`.
+    ) -> dict[str, jax.Array]:
+        """Map `[B, S, D]` to value and, where there is one, key `[B, S, K, H]`.
 
         `positions` are those of the keys, `[S]` or `[B, S]`; from 0 on by default,
         after the extra tokens, which have none.
         """
-        return self._rotated(self.key(memory), positions), self.value(memory)
+        found = {"value": self.value(memory)}
+        if "key" in self.attention.row.arrays:
+            found["key"] = self._rotated(self.key(memory), positions)
+        return found
 
     def __call__(
-        self, x: jax.Array, key_value: tuple[jax.Array, jax.Array], **options: Any
+        self,
+        x: jax.Array,
+        projected: Mapping[str, jax.Array],
+        *,
+        projections: Mapping[int, jax.Array] = MappingProxyType({}),
+        **options: Any,
     ) -> jax.Array:
-        """Attend from `[B, T, D]` to projected keys and values.
+        """Attend from `[B, T, D]` to what `project` returned.
 
-        `options` go to the kernel: `is_causal`, `key_value_seq_lengths`, ...
+        `options` go to the kernel if they say anything: `is_causal`,
+        `key_value_seq_lengths`, ...; `projections` are those of all layers, by rank.
         """
+        kind, row = self.attention, self.attention.row
         if self.dropout and self.has_rng("dropout"):
             options["dropout_rate"] = self.dropout
             options["dropout_rng"] = self.make_rng("dropout")
-        kernel = ATTENTION[self.attention].kernel
-        arrays = (self._rotated(self.query(x)), *key_value)
-        options["pattern"] = self.pattern
-        if not self.extra:
-            return self.out(kernel(*arrays, **options))
-        causal = self.pattern is not None and self.pattern.is_causal
-        causal = causal or options.get("is_causal", False)
-        attended = attend_with_extra(
-            kernel, *arrays, self.extra, sequence_is_causal=causal, **options
+        pieces = self.pieces(
+            x,
+            options.get("key_value_seq_lengths"),
+            causal=options.get("is_causal", False),
+            projection=projections.get(kind.options.get("rank")),
         )
+        options = _said(row, options, pattern=kind.pattern)
+        settings = taken(row.kernel, {**kind.options, **pieces})
+        arrays = self._arranged(x, projected)
+        if self.extra:
+            causal = kind.pattern is not None and kind.pattern.is_causal
+            causal = causal or options.get("is_causal", False)
+            return self.out(
+                attend_with_extra(
+                    row.kernel,
+                    *arrays,
+                    self.extra,
+                    sequence_is_causal=causal,
+                    **options,
+                )
+            )
+        found = row.kernel(*arrays, **settings, **options)
+        attended, members = found if type(found) is tuple else (found, None)
+        self.pieces.update(members)
         return self.out(attended)
 
     def step(
@@ -185,24 +225,46 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[jax.Array, PyTree]:
         """Attend from one new place `[M, 1, D]` to itself and all places before.
 
-        `options` go to the kernel's step: `bias`.
+        `options` go to the kernel's step if they say anything: `bias`.
         """
-        positions = cache.position[:, None]
-        key, value = self.project(x, positions)
-        query = self._rotated(self.query(x), positions)
-        step = ATTENTION[self.attention].step
-        attended, cache = step(query, key, value, cache, **options)
+        row, positions = self.attention.row, cache.position[:, None]
+        arrays = self._arranged(x, self.project(x, positions), positions)
+        options = _said(row, options)
+        attended, cache = row.step(*arrays, cache, **self.pieces(), **options)
         return self.out(attended), cache
 
-    def fill(self, memory: jax.Array, lengths: jax.Array) -> PyTree:
+    def fill(
+        self,
+        memory: jax.Array,
+        lengths: jax.Array,
+        projections: Mapping[int, jax.Array] = MappingProxyType({}),
+    ) -> PyTree:
         """Project `[B, S, D]` once, for `read`; rows hold `lengths` places `[B]`."""
-        fill = ATTENTION[self.attention].fill
-        return fill(*self.project(memory), lengths, pattern=self.pattern)
+        kind, fill = self.attention, self.attention.row.fill
+        pieces = self.pieces(projection=projections.get(kind.options.get("rank")))
+        settings = {"pattern": kind.pattern, **kind.options, **pieces}
+        arrays = self.project(memory)
+        return fill(arrays["key"], arrays["value"], lengths, **taken(fill, settings))
 
     def read(self, x: jax.Array, filled: PyTree, positions: jax.Array) -> jax.Array:
         """Attend from `[B, T, D]` at positions `[B, T]` to what `fill` returned."""
-        read = ATTENTION[self.attention].read
-        return self.out(read(self.query(x), filled, positions=positions))
+        read = self.attention.row.read
+        settings = taken(read, {"positions": positions, **self.pieces()})
+        return self.out(read(self.query(x), filled, **settings))
+
+    def _arranged(
+        self,
+        x: jax.Array,
+        projected: Mapping[str, jax.Array],
+        positions: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """The kernel's first arguments."""
+        return [
+            self._rotated(self.query(x), positions)
+            if name.startswith("query")
+            else projected[name]
+            for name in self.attention.row.arrays
+        ]
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys `[B, T, N, H]` as they stand at these positions."""
@@ -212,6 +274,38 @@ class MultiHeadAttention(nn.Module):
             # Turned by the angle 0, an extra token is as without a position.
             positions = jnp.maximum(jnp.arange(x.shape[1]) - self.extra, 0)
         return rotary(x, positions)
+
+
+def empty_cache(
+    attention: Attention, batch: int, max_length: int, **sizes: Any
+) -> PyTree:
+    """Return an empty cache for the step of a kind, with its settings.
+
+    Args:
+        attention: the kind.
+        batch, max_length: rows and positions.
+        sizes: heads, kv_heads, head_width, dtype.
+    """
+    make = attention.row.init_cache
+    settings = {"pattern": attention.pattern, **attention.options, **sizes}
+    return make(batch, max_length, **taken(make, settings))
+
+
+def _said(
+    row: AttentionKind, options: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Options that say anything; a kernel refuses those that it does not know.
+
+    The length of the queries is dropped where it changes nothing that counts.
+    """
+    said = {
+        name: value
+        for name, value in {**options, **more}.items()
+        if value is not None and value is not False
+    }
+    if "query_lengths" not in row.capabilities:
+        said.pop("query_seq_lengths", None)
+    return said
 
 
 def residual(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
+from transformer_jax.attention import Attention, parse_layers
 from transformer_jax.attention.arguments import check_kv_heads
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.decoder import Decoder
@@ -15,7 +16,6 @@ from transformer_jax.encoder import Encoder
 from transformer_jax.frontends import TokenFrontend
 from transformer_jax.layers import make_projection
 from transformer_jax.parallel_models import ParallelSeq2Seq
-from transformer_jax.patterns import Pattern, full, parse_layers
 from transformer_jax.patterns.base import check_head_count
 from transformer_jax.types import EMBED, VOCAB, PyTree
 
@@ -63,14 +63,19 @@ class Seq2Seq(nn.Module):
         return self.encoder(self.source_frontend(source), source_lengths)
 
     def predict(
-        self, memory: jax.Array, source_lengths: jax.Array, target_inputs: jax.Array
+        self,
+        memory: jax.Array,
+        source_lengths: jax.Array,
+        target_inputs: jax.Array,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Return logits `[B, T, V]` of target inputs `[B, T]`, given `encode`'s memory.
 
-        Row t sees inputs up to t.
+        Row t sees inputs up to t. No later row changes it, so `lengths` `[B]` of the
+        inputs are needed only where attention keeps what it has seen.
         """
         x = self.target_frontend(target_inputs)
-        return self._logits(self.decoder(x, memory, source_lengths))
+        return self._logits(self.decoder(x, memory, source_lengths, lengths))
 
     def read(self, source: jax.Array, source_lengths: jax.Array) -> Memory:
         """Encode a source and project it for every decoder layer, once."""
@@ -193,7 +198,7 @@ def _encoder(config: ModelConfig, canvas: Canvas | None, dtype: Any) -> Encoder:
     return Encoder(
         _block_fields(config, dtype) | {"extra": extra},
         config.encoder_layers,
-        variants=_variants(config, pattern="encoder_attention"),
+        variants=_variants(config, kind="encoder_attention"),
         scan=config.scan_layers,
         remat=config.remat,
     )
@@ -205,51 +210,45 @@ def _decoder(config: ModelConfig, canvas: Canvas | None, dtype: Any) -> Decoder:
         _block_fields(config, dtype) | {"causal": canvas is None},
         config.decoder_layers,
         variants=_variants(
-            config, pattern="decoder_attention", cross_pattern="cross_attention"
+            config, kind="decoder_attention", cross_kind="cross_attention"
         ),
         scan=config.scan_layers,
         remat=config.remat,
     )
 
 
-def read_patterns(config: ModelConfig, field: str) -> tuple[Pattern, ...]:
-    """Return the patterns that a field of the configuration describes, in turn.
+def read_attention(config: ModelConfig, field: str) -> tuple[Attention, ...]:
+    """Return the kinds of attention that a field of the configuration tells, in turn.
 
     Raises:
-        ConfigError: it does not parse, is one of more or fewer heads than there are, or
-            there are more than layers.
+        ConfigError: it does not parse, a pattern is one of more or fewer heads than
+            there are, or there are more kinds than layers.
     """
     try:
-        patterns = parse_layers(getattr(config, field))
-        for pattern in patterns:
+        kinds = parse_layers(getattr(config, field))
+        for pattern in (kind.pattern for kind in kinds if kind.pattern is not None):
             check_head_count(pattern, config.heads)
             check_kv_heads(pattern, config.kv_heads or config.heads)
     except ValueError as error:
         raise ConfigError(f"model.{field}: {error}") from None
     tower = "encoder" if field == "encoder_attention" else "decoder"
     layers = getattr(config, f"{tower}_layers")
-    if len(patterns) > layers:
+    if len(kinds) > layers:
         raise ConfigError(
-            f"model.{field} has {len(patterns)} patterns, but model.{tower}_layers is "
-            f"{layers}: leave some out"
+            f"model.{field} has {len(kinds)} kinds of attention, but "
+            f"model.{tower}_layers is {layers}: leave some out"
         )
-    return patterns
+    return kinds
 
 
 def _variants(config: ModelConfig, **fields: str) -> tuple[FrozenDict, ...]:
     """What changes from layer to layer: fields of a block, after settings."""
-    of_fields = {name: read_patterns(config, field) for name, field in fields.items()}
+    of_fields = {name: read_attention(config, field) for name, field in fields.items()}
     turn = math.lcm(*map(len, of_fields.values()))
     return tuple(
-        FrozenDict({name: _at(each, n) for name, each in of_fields.items()})
+        FrozenDict({name: each[n % len(each)] for name, each in of_fields.items()})
         for n in range(turn)
     )
-
-
-def _at(patterns: tuple[Pattern, ...], turn: int) -> Pattern | None:
-    """The pattern of a turn; None where it allows all."""
-    pattern = patterns[turn % len(patterns)]
-    return None if pattern == full() else pattern
 
 
 def _token_frontend(config: ModelConfig, vocab: int, dtype: Any) -> TokenFrontend:
@@ -277,5 +276,6 @@ def _block_fields(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
         "positions": config.positions,
+        "places": config.max_positions,
         "dtype": dtype,
     }

@@ -20,30 +20,28 @@ class Origin(NamedTuple):
     def __str__(self) -> str:
         return f"{self.workdir}@{self.step}"
 
-    def restore(self, abstract_params: PyTree) -> Restored:
-        """Read the parameters of the step.
+    def restore(self, abstract: dict[str, PyTree]) -> Restored:
+        """Read the variables of the step.
 
         Args:
-            abstract_params: their shapes and types, and the shardings they shall get.
+            abstract: their shapes and types, and the shardings they shall get.
 
         Raises:
             ConfigError: those of the step have other shapes or types.
             CheckpointError: the checkpoint cannot be read.
         """
-        self.require_shapes_of(abstract_params)
-        checkpoints = _checkpoints(self.workdir)
-        return checkpoints.restore_params(abstract_params, step=self.step)
+        self.require_shapes_of(abstract)
+        return _checkpoints(self.workdir).restore_entries(abstract, step=self.step)
 
-    def require_shapes_of(self, abstract_params: PyTree) -> None:
-        """Refuse another model's parameters, before any array is read.
+    def require_shapes_of(self, abstract: dict[str, PyTree]) -> None:
+        """Refuse another model's variables, before any array is read.
 
         Raises:
             ConfigError: those of the step have other shapes or types.
             CheckpointError: the checkpoint cannot be read.
         """
         held = _checkpoints(self.workdir).leaves(self.step)
-        wanted = describe({"params": abstract_params})
-        if difference := first_difference(held, wanted, "params"):
+        if difference := first_difference(held, describe(abstract), abstract):
             name, old, new = difference
             raise ConfigError(
                 f"--init_from {self} holds {old} for {name}, but this model wants "

@@ -33,22 +33,25 @@ class Rescorer:
 
     Args:
         model: from `build_model`.
-        params: its parameters, on every device.
+        variables: its parameters, and what it keeps besides, on every device.
         vocabulary: the target's, the same as the other model's.
     """
 
-    def __init__(self, model: Seq2Seq, params: PyTree, vocabulary: Any) -> None:
-        self._model, self.params, self._vocabulary = model, params, vocabulary
+    def __init__(self, model: Seq2Seq, variables: PyTree, vocabulary: Any) -> None:
+        self._model, self.variables, self._vocabulary = model, variables, vocabulary
 
     def __call__(
-        self, params: PyTree, source: jax.Array, lengths: jax.Array, found: Hypotheses
+        self,
+        variables: PyTree,
+        source: jax.Array,
+        lengths: jax.Array,
+        found: Hypotheses,
     ) -> Hypotheses:
         """Return hypotheses of sources `[B, S]` by log p(y), END included."""
         rows, count, size = found.tokens.shape
         tokens = found.tokens.reshape(rows * count, size)
         start = jnp.full((len(tokens), 1), self._vocabulary.bos_id, jnp.int32)
         inputs = jnp.concatenate([start, tokens], axis=1)
-        variables = {"params": params}
         memory = self._model.apply(variables, source, lengths, method="encode")
         memory, lengths = (jnp.repeat(x, count, axis=0) for x in (memory, lengths))
         logits = self._model.apply(variables, memory, lengths, inputs, method="predict")
@@ -63,10 +66,10 @@ class Rescorer:
 
 
 class ParallelGenerator:
-    """Decodes padded batches with one set of parameters, all places at once.
+    """Decodes padded batches with one set of variables, all places at once.
 
     Attributes:
-        params: the parameters.
+        variables: its variables.
         executables: what it has compiled.
         rescorer: chooses among the candidates, or None.
     """
@@ -74,7 +77,7 @@ class ParallelGenerator:
     def __init__(
         self,
         model: ParallelSeq2Seq,
-        params: PyTree,
+        variables: PyTree,
         config: DecodeConfig,
         vocabulary: Any,
         mesh: jax.sharding.Mesh,
@@ -88,7 +91,8 @@ class ParallelGenerator:
 
         Args:
             model: from `build_model`.
-            params: its parameters, on every device of the mesh.
+            variables: its parameters, and what it keeps besides, on every device of
+                the mesh.
             config: how to decode.
             vocabulary: the target's.
             mesh: rows are spread over its axis `data`.
@@ -98,7 +102,7 @@ class ParallelGenerator:
             canvas_lengths: rising sizes of canvases, so that few are compiled; the
                 longest is `decode.max_length` in any case.
         """
-        self._model, self.params = model, params
+        self._model, self.variables = model, variables
         self._config, self._vocabulary = config, vocabulary
         self._nbest, self.rescorer = nbest, rescorer
         ids = unwritten_ids(vocabulary)
@@ -128,18 +132,18 @@ class ParallelGenerator:
         batch = self.executables.put(source, lengths)
         call = self.executables.call
         if self._model.length_from:
-            encoded, sizes, scores = call(self._measure, self.params, *batch)
+            encoded, sizes, scores = call(self._measure, self.variables, *batch)
             widest = int(np.asarray(sizes).max())
             size = next(size for size in self._sizes if size >= widest)
-            found = call(self._write, self.params, encoded, sizes, scores, size=size)
+            found = call(self._write, self.variables, encoded, sizes, scores, size=size)
         else:
-            found = call(self._fill, self.params, *batch)
+            found = call(self._fill, self.variables, *batch)
         if self.rescorer is not None:
-            found = call(self.rescorer, self.rescorer.params, *batch, found)
+            found = call(self.rescorer, self.rescorer.variables, *batch, found)
         return Hypotheses(*(np.asarray(field)[:, : self._nbest] for field in found))
 
     def decode(
-        self, params: PyTree, source: jax.Array, lengths: jax.Array, *, size: int
+        self, variables: PyTree, source: jax.Array, lengths: jax.Array, *, size: int
     ) -> Hypotheses:
         """Return all candidates of sources `[B, S]`, as one pure function.
 
@@ -147,16 +151,16 @@ class ParallelGenerator:
         longer; the call itself looks at the lengths first, and takes a canvas for them.
         """
         if not self._model.length_from:
-            return self._fill(params, source, lengths)
-        measured = self._measure(params, source, lengths)
-        return self._write(params, *measured, size=size)
+            return self._fill(variables, source, lengths)
+        measured = self._measure(variables, source, lengths)
+        return self._write(variables, *measured, size=size)
 
     def _measure(
-        self, params: PyTree, source: jax.Array, lengths: jax.Array
+        self, variables: PyTree, source: jax.Array, lengths: jax.Array
     ) -> tuple[Encoded, jax.Array, jax.Array]:
         """Read the sources; return candidates' lengths `[B, m]` and their scores."""
         config, model = self._config, self._model
-        encoded = model.apply({"params": params}, source, lengths, method="encode")
+        encoded = model.apply(variables, source, lengths, method="encode")
         told = lengths_of_classes(
             lengths, classes=model.length_classes, offset=model.length_offset
         )
@@ -172,7 +176,7 @@ class ParallelGenerator:
 
     def _write(
         self,
-        params: PyTree,
+        variables: PyTree,
         encoded: Encoded,
         lengths: jax.Array,
         scores: jax.Array,
@@ -185,21 +189,21 @@ class ParallelGenerator:
             "mask_id": self._model.mask_id,
             "pad_id": self._vocabulary.pad_id,
         }
-        predict = self._canvas_function(params, encoded, lengths.shape[1])
+        predict = self._canvas_function(variables, encoded, lengths.shape[1])
         if self._config.strategy == "mask_predict":
             return mask_predict(predict, lengths, passes=self._config.passes, **canvas)
         return parallel(predict, lengths, scores, **canvas)
 
     def _fill(
-        self, params: PyTree, source: jax.Array, lengths: jax.Array
+        self, variables: PyTree, source: jax.Array, lengths: jax.Array
     ) -> Hypotheses:
         """Fill canvases whose size follows the sources'."""
         model, config = self._model, self._config
-        encoded = model.apply({"params": params}, source, lengths, method="encode")
+        encoded = model.apply(variables, source, lengths, method="encode")
         size = model.slots(source.shape[1])
         slots = model.slots(lengths)
         empty = jnp.full((len(source), size), model.mask_id, jnp.int32)
-        logits = self._canvas_function(params, encoded, 1)(empty, slots)
+        logits = self._canvas_function(variables, encoded, 1)(empty, slots)
         ids = {"pad_id": self._vocabulary.pad_id}
         if config.strategy == "overgenerate":
             ids["end_id"] = end = self._vocabulary.end_id
@@ -214,7 +218,7 @@ class ParallelGenerator:
         return ctc_beam_search(logits, slots, **beam, **ids)
 
     def _canvas_function(
-        self, params: PyTree, encoded: Encoded, candidates: int
+        self, variables: PyTree, encoded: Encoded, candidates: int
     ) -> CanvasFunction:
         """The model under the configuration's constraints, for so many a source."""
         if candidates > 1:
@@ -224,7 +228,7 @@ class ParallelGenerator:
 
         def predict(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
             logits = self._model.apply(
-                {"params": params}, encoded, tokens, lengths, method="predict"
+                variables, encoded, tokens, lengths, method="predict"
             )
             return logits.at[..., self._forbidden].set(-jnp.inf)
 

@@ -31,7 +31,7 @@ from transformer_jax.saved_config import read_config, read_record, write_config
 from transformer_jax.sharding import make_mesh
 from transformer_jax.splits import find_source, new_tokenizers, open_split
 from transformer_jax.tensorboard import require_tensorboard
-from transformer_jax.training import abstract_params
+from transformer_jax.training import abstract_variables
 from transformer_jax.vocabularies import (
     SIDES,
     load_tokenizers,
@@ -174,7 +174,7 @@ def create_run(
     model = build_model(config.model, config.train.objective)
     if origin and not begun:
         mesh = make_mesh(ParallelConfig(data=1))
-        origin.require_shapes_of(abstract_params(model, mesh))
+        origin.require_shapes_of(abstract_variables(model, mesh))
     return Run(path, config, *tokenizers, origin)
 
 

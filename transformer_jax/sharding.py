@@ -18,6 +18,7 @@ from transformer_jax.types import (
     LENGTH,
     MLP,
     POSITION,
+    RANK,
     VOCAB,
     PyTree,
 )
@@ -34,6 +35,7 @@ RULES = (
     (MLP, "model"),
     (VOCAB, "model"),
     (LAYERS, None),
+    (RANK, None),
 )
 
 

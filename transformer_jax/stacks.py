@@ -1,21 +1,22 @@
 """Blocks in a row: what encoder and decoder share."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 
+from transformer_jax.attention import Attention
 from transformer_jax.layers import (
     FeedForward,
     MultiHeadAttention,
     make_norm,
     residual,
 )
-from transformer_jax.patterns import Pattern
+from transformer_jax.pieces import layer_projections
 from transformer_jax.positions import Alibi, T5Bias, alibi_slopes
-from transformer_jax.types import HEADS, LAYERS, POSITION, PyTree
+from transformer_jax.types import HEADS, KEPT, LAYERS, POSITION, PyTree
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -23,6 +24,20 @@ REMAT_POLICIES = {
 }
 # Of Raffel et al. 2020, section 2.1.
 T5_BUCKETS = 32
+
+
+class Common(NamedTuple):
+    """What all layers of a stack use.
+
+    Attributes:
+        bias: what self-attention adds to its scores, or None.
+        projections: of self-attention, by rank (`pieces.layer_projections`).
+        cross_projections: of cross-attention likewise.
+    """
+
+    bias: Any = None
+    projections: Mapping[int, jax.Array] = FrozenDict()
+    cross_projections: Mapping[int, jax.Array] = FrozenDict()
 
 
 class Block(nn.Module):
@@ -40,9 +55,11 @@ class Block(nn.Module):
     attention_dropout: float
     positions: str
     dtype: Any
-    # The edges of self-attention and of cross-attention; None allows all.
-    pattern: Pattern | None = None
-    cross_pattern: Pattern | None = None
+    # The kinds of self-attention and of cross-attention.
+    kind: Attention = Attention()
+    cross_kind: Attention = Attention()
+    # Places of the longest sequence, and of the longest memory.
+    places: int = 0
     # Places before the sequence that hold extra tokens.
     extra: int = 0
     # Whether a place attends to those before it and to itself alone.
@@ -52,12 +69,12 @@ class Block(nn.Module):
         """Return an attention sublayer for one sequence, which knows positions."""
         rotary = self.positions == "rotary"
         return self._make_attention(
-            rotary=rotary, pattern=self.pattern, extra=self.extra
+            rotary=rotary, attention=self.kind, extra=self.extra
         )
 
     def make_cross_attention(self) -> MultiHeadAttention:
         """Return an attention sublayer for a memory."""
-        return self._make_attention(pattern=self.cross_pattern)
+        return self._make_attention(attention=self.cross_kind)
 
     def _make_attention(self, **fields: Any) -> MultiHeadAttention:
         """Return an attention sublayer of this block's sizes."""
@@ -68,6 +85,7 @@ class Block(nn.Module):
             self.head_width,
             self.attention_dropout,
             self.dtype,
+            places=self.places,
             **fields,
         )
 
@@ -165,8 +183,8 @@ class Stack(nn.Module):
     def _scanned(self, block: type[nn.Module]) -> type[nn.Module]:
         def lift(shared: int) -> dict[str, Any]:
             return {
-                "variable_axes": {"params": 0},
-                "split_rngs": {"params": True, "dropout": True},
+                "variable_axes": {"params": 0, KEPT: 0},
+                "split_rngs": {"params": True, "dropout": True, "redraw": True},
                 "in_axes": (1,) + (nn.broadcast,) * shared,
                 "out_axes": 1,
                 "length": self.length // len(self.variants),
@@ -222,6 +240,18 @@ class Tower(nn.Module):
                 nn.with_logical_partitioning(init, (POSITION, HEADS)),
                 (T5_BUCKETS, fields["heads"]),
             )
+        kinds = {
+            name: [each[name] for each in self.variants if name in each]
+            for name in ("kind", "cross_kind")
+        }
+        self.projections, self.cross_projections = (
+            layer_projections(self, f"{name}_projection", each, fields.get("places", 0))
+            for name, each in kinds.items()
+        )
+
+    def common(self) -> Common:
+        """Return what all layers use."""
+        return Common(self.bias(), dict(self.projections), dict(self.cross_projections))
 
     def bias(self) -> Alibi | T5Bias | None:
         """Return what self-attention adds to its scores."""

@@ -186,15 +186,15 @@ class Trainer:
         return restored.state, restored.step
 
     def _new_state(self, abstract: TrainState) -> TrainState:
-        """Draw the parameters, or take those of another run."""
-        params = None
+        """Draw the variables, or take those of another run."""
+        variables = None
         if origin := self._run.origin:
-            restored = origin.restore(abstract.params)
+            restored = origin.restore(abstract.variables)
             self._run.require_vocabulary_of(restored)
-            params = restored.state
+            variables = restored.state
             print(f"beginning with the parameters of {origin}", file=sys.stderr)
         seed = self._config.seed
-        return init_state(self._model, self._optimizer, abstract, seed, params)
+        return init_state(self._model, self._optimizer, abstract, seed, variables)
 
     def _stop_before(self, start: int) -> None:
         """Nothing is lost while no step is made."""
@@ -217,7 +217,10 @@ class Trainer:
         )
         self._steps = compile_train_steps(step, state, self._plan.buckets, self._mesh)
         self._losses = compile_losses(
-            validation_loss(*parts), state.params, self._validation.buckets, self._mesh
+            validation_loss(*parts),
+            state.variables,
+            self._validation.buckets,
+            self._mesh,
         )
         count = len(self._steps) + len(self._losses)
         self._progress.say(
@@ -246,7 +249,7 @@ class Trainer:
         if last or step % config.log_every == 0:
             self._reports.log(step, waited)
         evaluates = last or step % config.evaluate_every == 0
-        losses = self._evaluate(step, state.params) if evaluates else None
+        losses = self._evaluate(step, state.variables) if evaluates else None
         stopped = self._stop.received
         if stopped or evaluates or step % config.save_every == 0:
             self._save(step, state, losses, checkpoints)
@@ -256,7 +259,7 @@ class Trainer:
                 f"stopped by {stopped}, saved at step {step}: start again to go on"
             )
 
-    def _evaluate(self, step: int, params: PyTree) -> dict[str, float] | None:
+    def _evaluate(self, step: int, variables: PyTree) -> dict[str, float] | None:
         """Return the mean loss of the validation split, each pair counted once.
 
         None if a signal came in between.
@@ -270,7 +273,7 @@ class Trainer:
         stop = self._validation.steps_per_epoch
         with self._prefetch("validation", self._validation, 0, stop) as batches:
             for planned, batch in batches:
-                sums = self._losses[planned.bucket](params, batch)
+                sums = self._losses[planned.bucket](variables, batch)
                 total, weight = total + float(sums[0]), weight + float(sums[1])
                 if self._stop.received:
                     return None

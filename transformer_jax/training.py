@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from transformer_jax.data import Bucket
 from transformer_jax.objectives import Loss
 from transformer_jax.sharding import batch_sharding, param_shardings, replicated
-from transformer_jax.types import Batch, PyTree
+from transformer_jax.types import KEPT, Batch, PyTree, variables_of
 
 
 class TrainState(NamedTuple):
@@ -26,6 +26,8 @@ class TrainState(NamedTuple):
         opt_state: the optimiser's state.
         key: the run's PRNG key; step t draws from fold_in(key, t).
         ema: moving average of the parameters, or None.
+        attention: what the model keeps besides its parameters, equal on all devices;
+            None if that is nothing.
     """
 
     step: jax.Array
@@ -33,6 +35,12 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     key: jax.Array
     ema: PyTree = None
+    attention: PyTree = None
+
+    @property
+    def variables(self) -> dict[str, PyTree]:
+        """What the model is applied with."""
+        return variables_of(self.params, self.attention)
 
 
 class StepMetrics(NamedTuple):
@@ -43,10 +51,13 @@ class StepMetrics(NamedTuple):
     gradient_norm: jax.Array
 
 
-def abstract_params(model: nn.Module, mesh: Mesh) -> PyTree:
-    """Return shapes, types and shardings of a model's parameters."""
+def abstract_variables(model: nn.Module, mesh: Mesh) -> dict[str, PyTree]:
+    """Return shapes, types and shardings of a model's variables."""
     boxed = jax.eval_shape(lambda: _init_boxed(model, jax.random.key(0)))
-    return _with_shardings(nn.unbox(boxed), param_shardings(mesh, boxed))
+    whole = replicated(mesh)
+    shardings = jax.tree.map(lambda _: whole, nn.unbox(boxed))
+    shardings["params"] = param_shardings(mesh, boxed["params"])
+    return _with_shardings(nn.unbox(boxed), shardings)
 
 
 def abstract_state(
@@ -61,7 +72,8 @@ def abstract_state(
     What the optimiser keeps for a parameter lies as the parameter does if it has the
     same shape; smaller things, such as Adafactor's sums, are on every device.
     """
-    params = abstract_params(model, mesh)
+    variables = abstract_variables(model, mesh)
+    params = variables["params"]
     whole = replicated(mesh)
     opt_state = jax.eval_shape(optimizer.init, params)
     shardings = optax.tree.map_params(
@@ -77,6 +89,7 @@ def abstract_state(
         opt_state=_with_shardings(opt_state, shardings),
         key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole),
         ema=params if ema else None,
+        attention=variables.get(KEPT),
     )
 
 
@@ -85,7 +98,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     abstract: TrainState,
     seed: int,
-    params: PyTree | None = None,
+    variables: PyTree | None = None,
 ) -> TrainState:
     """Return the state before the first step, each array made where it belongs.
 
@@ -93,20 +106,21 @@ def init_state(
         model: from `build_model`.
         optimizer: makes its state for the parameters.
         abstract: from `abstract_state`.
-        seed: of the run's key, and of the first parameters.
-        params: the first parameters; None means drawn.
+        seed: of the run's key, and of the first variables.
+        variables: the first ones; None means drawn.
     """
 
-    def init(params: PyTree | None) -> TrainState:
+    def init(variables: PyTree | None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
-        if params is None:
-            params = nn.unbox(_init_boxed(model, init_key))
-        step = jnp.zeros((), jnp.int32)
+        if variables is None:
+            variables = nn.unbox(_init_boxed(model, init_key))
+        step, params = jnp.zeros((), jnp.int32), variables["params"]
         ema = None if abstract.ema is None else jax.tree.map(jnp.copy, params)
-        return TrainState(step, params, optimizer.init(params), run_key, ema)
+        opt_state, kept = optimizer.init(params), variables.get(KEPT)
+        return TrainState(step, params, opt_state, run_key, ema, kept)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings)(params)
+    return jax.jit(init, out_shardings=shardings)(variables)
 
 
 def make_train_step(
@@ -122,7 +136,7 @@ def make_train_step(
     batch: neither devices nor micro-batches change what a token weighs.
 
     Args:
-        loss: sums over a batch.
+        loss: sums over a batch, from `training_loss`.
         optimizer: turns the gradient into an update.
         accumulation: micro-batches that the batch is cut into, to save memory; must
             divide the rows.
@@ -130,25 +144,34 @@ def make_train_step(
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def sums(state: TrainState, batch: Batch, key: jax.Array) -> PyTree:
-        params, step = state.params, state.step
-        if accumulation == 1:
-            return gradient(params, batch, key, step)
+    def sums(
+        params: PyTree, kept: PyTree, batch: Batch, key: jax.Array, step: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """Return (sum, weight, gradient), and what the model keeps afterwards."""
+        (total, (weight, kept)), grads = gradient(params, kept, batch, key, step)
+        return (total, weight, grads), kept
 
-        def add(total: PyTree, micro: tuple[Batch, jax.Array]) -> tuple[PyTree, None]:
-            part = gradient(params, *micro, step)
-            return jax.tree.map(jnp.add, total, part), None
+    def all_sums(state: TrainState, batch: Batch) -> tuple[PyTree, PyTree]:
+        params, kept, step = state.params, state.attention, state.step
+        key = jax.random.fold_in(state.key, step)
+        if accumulation == 1:
+            return sums(params, kept, batch, key, step)
+
+        def add(before: PyTree, micro: tuple[Batch, jax.Array]) -> tuple[PyTree, None]:
+            total, kept = before
+            part, kept = sums(params, kept, *micro, step)
+            return (jax.tree.map(jnp.add, total, part), kept), None
 
         keys = jax.random.split(key, accumulation)
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(gradient, params, batch, key, step),
+            jax.eval_shape(sums, params, kept, batch, key, step)[0],
         )
-        return jax.lax.scan(add, zeros, (_micro_batches(batch, accumulation), keys))[0]
+        parts = _micro_batches(batch, accumulation), keys
+        return jax.lax.scan(add, (zeros, kept), parts)[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        (total, weight), grads = sums(state, batch, key)
+        (total, weight, grads), kept = all_sums(state, batch)
         # A batch of filler rows alone changes nothing.
         grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -157,7 +180,7 @@ def make_train_step(
         step, ema = state.step + 1, state.ema
         if ema is not None:
             ema = moving_average(ema, params, step, ema_decay)
-        return TrainState(step, params, opt_state, state.key, ema), metrics
+        return TrainState(step, params, opt_state, state.key, ema, kept), metrics
 
     return train_step
 
@@ -191,11 +214,11 @@ def compile_train_steps(
 
 
 def compile_losses(
-    loss: Loss, params: PyTree, buckets: Iterable[Bucket], mesh: Mesh
+    loss: Loss, variables: PyTree, buckets: Iterable[Bucket], mesh: Mesh
 ) -> dict[Bucket, Callable]:
-    """Compile a loss `(params, batch) -> sums` once a bucket."""
+    """Compile a loss `(variables, batch) -> sums` once a bucket."""
     jitted = jax.jit(loss, out_shardings=replicated(mesh))
-    return _compile_each(jitted, params, buckets, mesh)
+    return _compile_each(jitted, variables, buckets, mesh)
 
 
 def abstract_batch(bucket: Bucket, mesh: Mesh) -> Batch:
@@ -236,7 +259,7 @@ def count_parameters(params: PyTree) -> int:
 
 def _init_boxed(model: nn.Module, key: jax.Array) -> PyTree:
     tokens = jnp.zeros((1, 2), jnp.int32)
-    return model.init(key, tokens, jnp.ones(1, jnp.int32), tokens)["params"]
+    return model.init(key, tokens, jnp.ones(1, jnp.int32), tokens)
 
 
 def _with_shardings(abstract: PyTree, shardings: PyTree) -> PyTree:

@@ -25,10 +25,19 @@ HEAD = "head"
 MLP = "mlp"
 VOCAB = "vocab"
 LAYERS = "layers"
+RANK = "rank"
 # Mesh axes over which a batch and heads are cut.
 BATCH_MESH_AXES = ("data", "fsdp")
 HEADS_MESH_AXES = ("model",)
-LOGICAL_AXES = (BATCH, LENGTH, POSITION, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS)
+LOGICAL_AXES = (BATCH, LENGTH, POSITION, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS, RANK)
+# The Flax collection of what attention keeps that no gradient changes: arrays drawn at
+# random and such as follow the data, equal on all devices.
+KEPT = "attention"
+
+
+def variables_of(params: PyTree, kept: PyTree | None) -> dict[str, PyTree]:
+    """Return a model's variables; `kept` None means that it keeps nothing."""
+    return {"params": params} | ({} if kept is None else {KEPT: kept})
 
 
 class Batch(NamedTuple):

@@ -19,7 +19,8 @@ WORDS = "".join(f"{word}\n" for word in ("abc", "d", "bbad", "ca", "dacb")).enco
 
 
 def params_of(workdir, step):
-    return named(jax.device_get(load_model(open_run(workdir), step=step).params))
+    variables = load_model(open_run(workdir), step=step).variables
+    return named(jax.device_get(variables))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +69,8 @@ def test_average_says_where_it_comes_from(trained, averaged):
     assert record["average"] == expected
     with open_run(output).checkpoints(read_only=True) as checkpoints:
         assert checkpoints.steps() == [120]
-        metadata = checkpoints.restore_params(
-            load_model(open_run(output)).params
+        metadata = checkpoints.restore_entries(
+            load_model(open_run(output)).variables
         ).metadata
     run = open_run(trained[0])
     assert metadata["averaged"] == [60, 120]
@@ -155,10 +156,10 @@ def test_bad_directories_are_refused(trained, tmp_path):
 
 
 def test_checkpoints_of_different_shapes_are_refused(copied, tmp_path):
-    params = jax.device_get(load_model(open_run(copied)).params)
-    params["extra"] = {"kernel": np.zeros((3, 5), np.float32)}
+    state = jax.device_get(load_model(open_run(copied)).variables)
+    state["params"]["extra"] = {"kernel": np.zeros((3, 5), np.float32)}
     with Checkpoints(tmp_path / "other") as checkpoints:
-        checkpoints.save(3, {"params": params}, {})
+        checkpoints.save(3, state, {})
     shutil.copytree(tmp_path / "other" / "3", copied / "checkpoints" / "3")
     flags = [f"--workdir={copied}", f"--output={tmp_path / 'new'}"]
     called = call("average", *flags, "--steps=3,60")

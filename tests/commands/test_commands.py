@@ -86,7 +86,7 @@ def test_validation_loss_is_the_mean_over_all_symbols(trained):
     """Pair by pair from the saved parameters, in NumPy."""
     workdir = trained[0]
     run = open_run(workdir)
-    params, cache = load_model(run, step=60).params, run.cache("validation")
+    variables, cache = load_model(run, step=60).variables, run.cache("validation")
     vocabulary = run.target_tokenizer.vocabulary
     owners = [cache.example_of(pair) for pair in range(cache.num_pairs)]
     source, lengths = cache.padded_sources(np.array(owners), 5, 0)
@@ -95,7 +95,7 @@ def test_validation_loss_is_the_mean_over_all_symbols(trained):
     for row, symbols in zip(inputs, ends, strict=True):
         row[: len(symbols)] = [vocabulary.bos_id, *symbols[:-1]]
     apply = jax.jit(run.model().apply)
-    logits = np.float64(apply({"params": params}, source, lengths, inputs))
+    logits = np.float64(apply(variables, source, lengths, inputs))
     log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     picked = [
         log_probs[p, t, s] for p, row in enumerate(ends) for t, s in enumerate(row)

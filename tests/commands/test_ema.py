@@ -22,8 +22,8 @@ def average_of(workdir):
     """The moving average in the newest checkpoint, and that checkpoint's metadata."""
     run = open_run(workdir)
     with run.checkpoints(read_only=True) as checkpoints:
-        wanted = load_model(run, step=None).params
-        return checkpoints.restore_params(wanted, part="ema")
+        wanted = load_model(run, step=None).variables["params"]
+        return checkpoints.restore_entries({"ema": wanted})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def swapped(with_ema, tmp_path_factory):
     shutil.rmtree(workdir / "checkpoints")
     restored = average_of(with_ema)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = {"params": restored.state}
+        state = {"params": restored.state["ema"]}
         checkpoints.save(restored.step, state, restored.metadata)
     return workdir
 
@@ -56,8 +56,9 @@ def test_average_is_what_is_loaded(with_ema):
     run = open_run(with_ema)
     decode = dataclasses.replace(run.config.decode, use_ema=True)
     config = dataclasses.replace(run.config, decode=decode)
-    expected, plain = named(average_of(with_ema).state), named(load_model(run).params)
-    found = named(load_model(open_run(with_ema, config)).params)
+    expected = named(average_of(with_ema).state["ema"])
+    plain = named(load_model(run).variables["params"])
+    found = named(load_model(open_run(with_ema, config)).variables["params"])
     for name, leaf in jax.device_get(found).items():
         assert bits(leaf) == bits(expected[name]), name
     assert any(bits(plain[name]) != bits(leaf) for name, leaf in found.items())

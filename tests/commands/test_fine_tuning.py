@@ -21,12 +21,12 @@ ONE_STEP |= {"data.bucket_lengths": "(8,)"}
 TOLERANCE = 3e-6
 
 
-def params_of(workdir, step, **decode):
+def params_of(workdir, step, part="params"):
     run = open_run(workdir)
     with run.checkpoints(read_only=True) as checkpoints:
-        wanted = load_model(run).params
-        restored = checkpoints.restore_params(wanted, step=step, **decode)
-    return named(jax.device_get(restored.state))
+        wanted = {part: load_model(run).variables["params"]}
+        restored = checkpoints.restore_entries(wanted, step=step)
+    return named(jax.device_get(restored.state[part]))
 
 
 @pytest.fixture(scope="module")

@@ -45,12 +45,15 @@ class Piece(NamedTuple):
         origin: "trained" by gradients; "drawn" at random, now and then anew; "tracked":
             it follows what the kernel returns besides the output; "computed" from the
             layer's inputs.
+        axes: logical names of the last axes of a trained piece; one before them is
+            HEADS.
     """
 
     name: str
     shape: Callable[[PieceSizes], tuple[int, ...]]
     draw: Callable[..., Any] | None
     origin: str
+    axes: tuple[str, ...] = ()
 
 
 class Option(NamedTuple):

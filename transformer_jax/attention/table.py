@@ -26,6 +26,7 @@ from transformer_jax.attention.kinds import (
     Piece,
     PieceSizes,
 )
+from transformer_jax.types import HEAD, HEADS, POSITION, RANK
 
 _ARRAYS = ("query", "key", "value")
 _CHUNK = Option(128, low=1)
@@ -126,6 +127,7 @@ ATTENTION: dict[str, AttentionKind] = {
             "features": Option(256, low=1),
             "feature_map": Option("positive", choices=favor.RANDOM_MAPS),
             "chunk_size": _CHUNK,
+            "redraw": Option(1000, low=0),
         },
         arrays=_ARRAYS,
         paper="Choromanski et al. 2021",
@@ -136,7 +138,9 @@ ATTENTION: dict[str, AttentionKind] = {
         kernel=low_rank.linformer_attention,
         capabilities=frozenset({"cross", "gqa", "memory", "padding"}),
         pieces=tuple(
-            Piece(name, _projection_shape, _draw_projection, "trained")
+            Piece(
+                name, _projection_shape, _draw_projection, "trained", (POSITION, RANK)
+            )
             for name in ("key_projection", "value_projection")
         ),
         init_cache=None,
@@ -158,7 +162,13 @@ ATTENTION: dict[str, AttentionKind] = {
             {"causal", "cross", "decode", "gqa", "memory", "padding"}
         ),
         pieces=tuple(
-            Piece(name, _kernel_shape, _draw_kernel, "trained")
+            Piece(
+                name,
+                _kernel_shape,
+                _draw_kernel,
+                "trained",
+                (POSITION, HEADS, HEAD, HEAD),
+            )
             for name in ("key_kernel", "value_kernel")
         ),
         init_cache=low_rank_cache.init_compressed,
@@ -192,6 +202,7 @@ ATTENTION: dict[str, AttentionKind] = {
             "rounds": Option(4, low=1),
             "buckets": Option(16, low=2),
             "chunk_size": Option(64, low=1),
+            "redraw": Option(1, low=0),
         },
         arrays=("query_key", "value"),
         paper="Kitaev et al. 2020",

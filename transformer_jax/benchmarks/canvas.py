@@ -64,7 +64,7 @@ class CanvasDecoder:
     def prepare(self, sources: Sources, beam_size: int, natural: bool) -> Decoding:
         """Return the call that decodes these sources; lengths are always fixed."""
         del natural
-        arguments = jax.device_put((self.params, *sources))
+        arguments = jax.device_put(({"params": self.params}, *sources))
         shape = beam_size, arguments[1].shape
         if shape not in self._compiled:
             start = time.perf_counter()
@@ -87,7 +87,7 @@ class CanvasDecoder:
         )
         mesh = make_mesh(ParallelConfig(data=1))
         generator = ParallelGenerator(
-            self.model, self.params, config, self._shape.symbols(), mesh
+            self.model, {"params": self.params}, config, self._shape.symbols(), mesh
         )
         return functools.partial(generator.decode, size=length)
 

@@ -66,8 +66,9 @@ class JaxDecoder:
         end_bias: jax.Array,
     ) -> Hypotheses:
         symbols, rows = self._symbols, source.shape[0]
-        memory = self._model.apply({"params": params}, source, lengths, method="read")
-        step_fn = make_step_fn(self._model, params, memory, symbols)
+        variables = {"params": params}
+        memory = self._model.apply(variables, source, lengths, method="read")
+        step_fn = make_step_fn(self._model, variables, memory, symbols)
 
         def biased_step(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
             logits, cache = step_fn(tokens, cache)

@@ -27,8 +27,8 @@ from transformer_jax.run_directory import CONFIG_FILE, require_writable
 from transformer_jax.runs import Run, open_run
 from transformer_jax.saved_config import read_config, write_config
 from transformer_jax.sharding import make_mesh
-from transformer_jax.training import abstract_params, count_parameters
-from transformer_jax.types import PyTree
+from transformer_jax.training import abstract_variables, count_parameters
+from transformer_jax.types import KEPT, PyTree, variables_of
 from transformer_jax.vocabularies import save_tokenizers
 
 SELECTORS = ("last", "best", "steps")
@@ -65,14 +65,14 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
     _require_no_run(output)
     _require_one_shape(checkpoints, steps)
     require_writable(output, flag="--output")
-    params, metadata = _average(opened, checkpoints, steps)
+    variables, metadata = _average(opened, checkpoints, steps)
     # The configuration comes last: it makes the directory a run.
     save_tokenizers([opened.source_tokenizer, opened.target_tokenizer], output)
     with Checkpoints(output / "checkpoints") as averaged:
-        averaged.save(steps[-1], {"params": params}, metadata)
+        averaged.save(steps[-1], variables, metadata)
     of = {"workdir": str(checkpoints.directory.parent), "steps": steps}
     write_config(output, opened.config, average=of)
-    parameters = count_parameters(params)
+    parameters = count_parameters(variables["params"])
     return {"step": steps[-1], "steps": steps, "parameters": parameters}
 
 
@@ -136,7 +136,7 @@ def _require_one_shape(checkpoints: Checkpoints, steps: Sequence[int]) -> None:
     """Refuse steps between which the model was changed, before any array is read."""
     for one, other in itertools.pairwise(steps):
         held = checkpoints.leaves(one), checkpoints.leaves(other)
-        if difference := first_difference(*held, "params"):
+        if difference := first_difference(*held, ("params", KEPT)):
             name, old, new = difference
             raise ConfigError(
                 f"{name} is {old} at step {one}, but {new} at step {other}: the model "
@@ -147,16 +147,16 @@ def _require_one_shape(checkpoints: Checkpoints, steps: Sequence[int]) -> None:
 def _average(
     opened: Run, checkpoints: Checkpoints, steps: list[int]
 ) -> tuple[PyTree, dict[str, Any]]:
-    """Return the mean of the parameters; the last step's metadata, made true of it."""
-    wanted = abstract_params(opened.model(), make_mesh(ParallelConfig(data=1)))
-    metadata: dict[str, Any] = {}
+    """Return variables and metadata: the mean of parameters, else the last step's."""
+    wanted = abstract_variables(opened.model(), make_mesh(ParallelConfig(data=1)))
+    last: dict[str, Any] = {}
 
     def read(step: int) -> PyTree:
-        restored = checkpoints.restore_params(wanted, step=step)
+        restored = checkpoints.restore_entries(wanted, step=step)
         opened.require_vocabulary_of(restored)
-        metadata.update(restored.metadata)
-        return restored.state
+        last.update(metadata=restored.metadata, kept=restored.state.get(KEPT))
+        return restored.state["params"]
 
     params = mean_params(steps, read)
-    metadata |= {"config": to_dict(opened.config), "loss": None, "averaged": steps}
-    return params, metadata
+    of = {"config": to_dict(opened.config), "loss": None, "averaged": steps}
+    return variables_of(params, last["kept"]), last["metadata"] | of

@@ -111,21 +111,21 @@ def _manifest(trained: TrainedModel, max_ratio: float, lines: int) -> dict[str, 
         "teacher": {
             "workdir": str(run.workdir),
             "step": trained.step,
-            "params": _hash(trained.params),
+            "params": _hash(trained.variables),
             "vocabulary": run.vocabulary_hash,
         },
         # Its path is a setting, and may hold another model by now.
-        "rescorer": trained.rescorer and _hash(trained.rescorer.params),
+        "rescorer": trained.rescorer and _hash(trained.rescorer.variables),
         # As it is read back: a tuple becomes a list.
         "decode": json.loads(json.dumps(decode)),
         "filters": {"max_ratio": max_ratio},
     }
 
 
-def _hash(params: Any) -> str:
-    """SHA-256 of the parameters, by name."""
+def _hash(variables: Any) -> str:
+    """SHA-256 of a model's variables, by name."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()

@@ -1,16 +1,15 @@
 """The autoregressive objective: every symbol, given all symbols before it."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.corruption import Corruption, DecoderInputs
 from transformer_jax.losses import any_reference, cross_entropy
-from transformer_jax.types import Batch, PyTree
+from transformer_jax.objectives.passes import Passes
+from transformer_jax.types import Batch
 
 
 def references_of(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -44,12 +43,10 @@ def teacher_forcing(batch: Batch, vocabulary: Any) -> DecoderInputs:
 
 
 def autoregressive(
-    model: nn.Module,
-    params: PyTree,
+    passes: Passes,
     batch: Batch,
     vocabulary: Any,
     *,
-    key: jax.Array | None,
     corrupt: Corruption | None = None,
     label_smoothing: float,
 ) -> tuple[jax.Array, jax.Array]:
@@ -58,57 +55,32 @@ def autoregressive(
     With all references of a source in a row: of -log sum_r p(y_r | x).
 
     Args:
-        model: a `Seq2Seq`.
-        params: its parameters.
+        passes: of a `Seq2Seq`.
         batch: rows of weight 0 count nothing.
         vocabulary: the target's.
-        key: PRNG key of dropout and corruption; None turns both off.
         corrupt: replaces some of the inputs, see `corruption`. With nothing replaced
             the loss is that of teacher forcing, bit for bit.
         label_smoothing: see `losses.cross_entropy`.
     """
-    encode_key, decode_key, corruption_key = split_key(key)
-    memory = model.apply(
-        {"params": params},
-        batch.source,
-        batch.source_lengths,
-        method="encode",
-        rngs=dropout(encode_key),
-    )
+    memory = passes.encode(batch.source, batch.source_lengths)
     given = teacher_forcing(batch, vocabulary)
     several = len(given.inputs) // len(batch.source)
     read = memory, batch.source_lengths
     if several > 1:
         read = jax.tree.map(lambda leaf: jnp.repeat(leaf, several, axis=0), read)
 
-    def predict(inputs: jax.Array) -> jax.Array:
-        return model.apply(
-            {"params": params},
-            *read,
-            inputs,
-            method="predict",
-            rngs=dropout(decode_key),
-        )
+    # Padding on the right changes no place before it, but would be kept.
+    sizes = None if passes.kept is None else (given.weights > 0).sum(1)
 
-    if corrupt is not None and key is not None:
-        given = corrupt(given, predict, corruption_key, vocabulary)
+    def predict(inputs: jax.Array, *, keep: bool = False) -> jax.Array:
+        return passes.predict(*read, inputs, sizes, keep=keep)
+
+    if corrupt is not None and passes.key is not None:
+        given = corrupt(given, predict, passes.key, vocabulary)
     measured = functools.partial(cross_entropy, label_smoothing=label_smoothing)
-    parts = predict(given.inputs), given.labels, given.weights
+    parts = predict(given.inputs, keep=True), given.labels, given.weights
     if batch.target.ndim == 2:
         return measured(*parts)
-    sums, sizes = (x.reshape(-1, several) for x in jax.vmap(measured)(*parts))
+    sums, counts = (x.reshape(-1, several) for x in jax.vmap(measured)(*parts))
     losses = jnp.where(batch.target_lengths >= 0, sums, jnp.inf)
-    return any_reference(losses, sizes, batch.weight)
-
-
-def split_key(key: jax.Array | None) -> Sequence[jax.Array | None]:
-    """Return the keys of encoding, decoding and corruption, or None three times.
-
-    There are three in any case, so that a corruption changes no dropout.
-    """
-    return (None,) * 3 if key is None else jax.random.split(key, 3)
-
-
-def dropout(key: jax.Array | None) -> dict[str, jax.Array]:
-    """Return the `rngs` of a pass with dropout, or without where there is no key."""
-    return {} if key is None else {"dropout": key}
+    return any_reference(losses, counts, batch.weight)

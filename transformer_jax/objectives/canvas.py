@@ -1,11 +1,10 @@
 """Objectives of models that write all places of a canvas at once.
 
-Each returns (sum, weight) of what its strategy maximises. `key` None turns dropout and
-corruption off; rows of weight 0 count nothing.
+Each returns (sum, weight) of what its strategy maximises; rows of weight 0 count
+nothing.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,55 +15,12 @@ from transformer_jax.ctc import ctc_alignment, over_outputs
 from transformer_jax.decoding.length import length_class
 from transformer_jax.decoding.logits import log_softmax
 from transformer_jax.masks import length_mask, lowest_places
-from transformer_jax.objectives.autoregressive import (
-    dropout,
-    references_of,
-    split_key,
-)
+from transformer_jax.objectives.autoregressive import references_of
+from transformer_jax.objectives.passes import Passes
 from transformer_jax.parallel_models import Encoded, ParallelSeq2Seq
-from transformer_jax.types import Batch, PyTree
+from transformer_jax.types import Batch
 
 Sums = tuple[jax.Array, jax.Array]
-
-
-class _Passes(NamedTuple):
-    """A source that has been read, and what may follow.
-
-    Attributes:
-        encoded: what is known of the source.
-        predict: (inputs `[B, T]`, lengths `[B]`) -> logits, always with one dropout.
-        key: of the corruption, or None.
-    """
-
-    encoded: Encoded
-    predict: Callable[[jax.Array, jax.Array], jax.Array]
-    key: jax.Array | None
-
-
-def _passes(
-    model: ParallelSeq2Seq, params: PyTree, batch: Batch, key: jax.Array | None
-) -> _Passes:
-    """Read the sources."""
-    encode_key, decode_key, corruption_key = split_key(key)
-    encoded = model.apply(
-        {"params": params},
-        batch.source,
-        batch.source_lengths,
-        method="encode",
-        rngs=dropout(encode_key),
-    )
-
-    def predict(inputs: jax.Array, lengths: jax.Array) -> jax.Array:
-        return model.apply(
-            {"params": params},
-            encoded,
-            inputs,
-            lengths,
-            method="predict",
-            rngs=dropout(decode_key),
-        )
-
-    return _Passes(encoded, predict, corruption_key)
 
 
 def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
@@ -83,12 +39,10 @@ def known_length(batch: Batch, mask_id: int) -> DecoderInputs:
 
 
 def parallel(
-    model: ParallelSeq2Seq,
-    params: PyTree,
+    passes: Passes,
     batch: Batch,
     vocabulary: Any,
     *,
-    key: jax.Array | None,
     corrupt: Corruption | None = None,
     label_smoothing: float,
     length_weight: float,
@@ -98,26 +52,25 @@ def parallel(
     Gu et al. 2018, section 3. A row's length counts as much as its tokens that count,
     so that the sums of parts of a batch add up.
     """
-    passes = _passes(model, params, batch, key)
-    given = known_length(batch, model.mask_id)
+    encoded = passes.encode(batch.source, batch.source_lengths)
+    given = known_length(batch, passes.model.mask_id)
 
-    def predict(inputs: jax.Array) -> jax.Array:
-        return passes.predict(inputs, batch.target_lengths)
+    def predict(inputs: jax.Array, *, keep: bool = False) -> jax.Array:
+        return passes.predict(encoded, inputs, batch.target_lengths, keep=keep)
 
-    if corrupt is not None and key is not None:
+    if corrupt is not None and passes.key is not None:
         given = corrupt(given, predict, passes.key, vocabulary)
-    total, weight = _of_tokens(predict(given.inputs), given, label_smoothing)
-    of_lengths = _of_lengths(model, passes.encoded, batch, given)
+    logits = predict(given.inputs, keep=True)
+    total, weight = _of_tokens(logits, given, label_smoothing)
+    of_lengths = _of_lengths(passes.model, encoded, batch, given)
     return total + length_weight * of_lengths, weight
 
 
 def mask_predict(
-    model: ParallelSeq2Seq,
-    params: PyTree,
+    passes: Passes,
     batch: Batch,
     vocabulary: Any,
     *,
-    key: jax.Array | None,
     corrupt: Corruption | None = None,
     label_smoothing: float,
     length_weight: float,
@@ -129,9 +82,9 @@ def mask_predict(
     the example's number alone. The length is trained as in `parallel`.
     """
     del corrupt, vocabulary
-    passes = _passes(model, params, batch, key)
-    empty = known_length(batch, model.mask_id)
-    draw_key = jax.random.key(0) if key is None else passes.key
+    encoded = passes.encode(batch.source, batch.source_lengths)
+    empty = known_length(batch, passes.model.mask_id)
+    draw_key = jax.random.key(0) if passes.key is None else passes.key
     keys = jax.vmap(jax.random.fold_in, (None, 0))(draw_key, batch.index)
     places = empty.inputs.shape[1]
     draws = jax.vmap(lambda key: jax.random.uniform(key, (places + 1,)))(keys)
@@ -144,9 +97,9 @@ def mask_predict(
         empty.labels,
         jnp.where(hidden, empty.weights, 0.0),
     )
-    logits = passes.predict(given.inputs, lengths)
+    logits = passes.predict(encoded, given.inputs, lengths, keep=True)
     total, weight = _of_tokens(logits, given, label_smoothing)
-    of_lengths = _of_lengths(model, passes.encoded, batch, given)
+    of_lengths = _of_lengths(passes.model, encoded, batch, given)
     return total + length_weight * of_lengths, weight
 
 
@@ -209,12 +162,10 @@ def overlong(
 
 
 def overgenerate(
-    model: ParallelSeq2Seq,
-    params: PyTree,
+    passes: Passes,
     batch: Batch,
     vocabulary: Any,
     *,
-    key: jax.Array | None,
     corrupt: Corruption | None = None,
     label_smoothing: float,
     fill_weight: float,
@@ -224,8 +175,8 @@ def overgenerate(
     Places behind the first END should hold END as well and count `fill_weight`.
     """
     del corrupt
-    passes = _passes(model, params, batch, key)
-    lengths = model.slots(batch.source_lengths)
+    model = passes.model
+    lengths = _slots(model, batch)
     given = overlong(
         batch,
         lengths,
@@ -234,32 +185,38 @@ def overgenerate(
         end_id=vocabulary.end_id,
         fill=fill_weight,
     )
-    return _of_tokens(passes.predict(given.inputs, lengths), given, label_smoothing)
+    encoded = passes.encode(batch.source, batch.source_lengths)
+    logits = passes.predict(encoded, given.inputs, lengths, keep=True)
+    return _of_tokens(logits, given, label_smoothing)
+
+
+def _slots(model: ParallelSeq2Seq, batch: Batch) -> jax.Array:
+    """Places of each row's canvas; filler rows have none."""
+    return jnp.where(batch.weight > 0, model.slots(batch.source_lengths), 0)
 
 
 def ctc(
-    model: ParallelSeq2Seq,
-    params: PyTree,
+    passes: Passes,
     batch: Batch,
     vocabulary: Any,
     *,
-    key: jax.Array | None,
     corrupt: Corruption | None = None,
 ) -> Sums:
     """Return (sum, weight) of -log p(y | x), summed over all alignments.
 
     Libovicky and Helcl 2018. Targets that do not fit their slots count nothing.
     """
-    passes = _passes(model, params, batch, key)
-    lengths = model.slots(batch.source_lengths)
+    model = passes.model
+    encoded = passes.encode(batch.source, batch.source_lengths)
+    lengths = _slots(model, batch)
     size = model.slots(batch.source.shape[1])
     references, sizes = references_of(batch)
     # END is not written on slots.
     targets = references[..., :-1], sizes
     inputs = jnp.full((len(batch.source), size), model.mask_id, jnp.int32)
 
-    def predict(inputs: jax.Array) -> jax.Array:
-        return passes.predict(inputs, lengths)
+    def predict(inputs: jax.Array, *, keep: bool = False) -> jax.Array:
+        return passes.predict(encoded, inputs, lengths, keep=keep)
 
     def align(logits: jax.Array) -> jax.Array:
         """The best slots of the best reference."""
@@ -269,12 +226,16 @@ def ctc(
         best = jnp.argmax(scores, axis=1)[:, None, None]
         return jnp.take_along_axis(slots, best, axis=1)[:, 0]
 
-    if corrupt is not None and key is not None:
+    if corrupt is not None and passes.key is not None:
         places = length_mask(lengths, size).astype(jnp.float32)
         # The labels are those of `align`, which depend on what the model says.
         given = DecoderInputs(inputs, inputs, places)
         given = corrupt(given, predict, passes.key, vocabulary, align=align)
         inputs = given.inputs
     return losses.ctc(
-        predict(inputs), lengths, *targets, batch.weight, blank_id=model.blank_id
+        predict(inputs, keep=True),
+        lengths,
+        *targets,
+        batch.weight,
+        blank_id=model.blank_id,
     )

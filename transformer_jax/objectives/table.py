@@ -13,17 +13,18 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.corruption import corruption_at
 from transformer_jax.objectives import canvas, fitting
 from transformer_jax.objectives.autoregressive import autoregressive
-from transformer_jax.types import Batch, PyTree
+from transformer_jax.objectives.passes import Passes
+from transformer_jax.types import Batch, PyTree, variables_of
 
-# (..., params, batch, ...) -> (sum, weight)
-Loss = Callable[..., tuple[jax.Array, jax.Array]]
+# (..., batch, ...) -> (sum, ...)
+Loss = Callable[..., tuple[jax.Array, Any]]
 
 
 class Objective(NamedTuple):
     """A way to train.
 
     Attributes:
-        loss: (model, params, batch, vocabulary, *, key, corrupt, options) -> sums.
+        loss: (passes, batch, vocabulary, *, corrupt, options) -> (sum, weight).
         strategies: those that can decode what it trained; the first by default.
         options: settings of `train` that the loss reads, of those that not all read.
         shape: settings of `model` likewise.
@@ -102,7 +103,10 @@ OBJECTIVES = {
 
 
 def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
-    """Return the loss that training minimises: (params, batch, key, step) -> sums.
+    """Return what training minimises, with all that it needs besides.
+
+    (params, kept, batch, key, step) -> (sum, (weight, kept)), `kept` being what the
+    model keeps besides its parameters, or None.
 
     Args:
         model: from `build_model`.
@@ -111,19 +115,24 @@ def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Los
     """
     bound = _with_options(config)
 
-    def loss(params: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+    def loss(params: PyTree, kept: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+        passes = Passes(model, variables_of(params, kept), key)
         corrupt = corruption_at(config, step)
-        return bound(model, params, batch, vocabulary, key=key, corrupt=corrupt)
+        total, weight = bound(passes, batch, vocabulary, corrupt=corrupt)
+        return total, (weight, passes.kept)
 
     return loss
 
 
 def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
-    """Return the loss without dropout, smoothing and corruption: (params, batch)."""
+    """Return the loss without dropout, smoothing and corruption.
+
+    (variables, batch) -> (sum, weight).
+    """
     bound = _with_options(dataclasses.replace(config, label_smoothing=0.0))
 
-    def loss(params: PyTree, batch: Batch) -> Any:
-        return bound(model, params, batch, vocabulary, key=None)
+    def loss(variables: PyTree, batch: Batch) -> Any:
+        return bound(Passes(model, variables, None), batch, vocabulary)
 
     return loss
 

@@ -1,13 +1,9 @@
 """What a configuration must not combine, said before any data is read."""
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
-from transformer_jax.attention.reach import first_edges
 from transformer_jax.config import (
     MOST_PLACES,
     Config,
@@ -15,9 +11,9 @@ from transformer_jax.config import (
     DecodeConfig,
     TrainConfig,
 )
-from transformer_jax.models import CANVASES, read_patterns
+from transformer_jax.models import CANVASES
+from transformer_jax.objectives.attention import check_attention, longest_of
 from transformer_jax.objectives.table import OBJECTIVES, Objective
-from transformer_jax.patterns import causal
 
 # Strategy -> the settings that it reads, of those that not all read.
 _AUTOREGRESSIVE = ("min_length",)
@@ -87,7 +83,7 @@ def validate(config: Config) -> None:
     _check_corruption(config.train, objective)
     _check_canvas(config)
     _check_lengths(config)
-    _check_attention(config)
+    check_attention(config, *longest_of(config))
 
 
 def _objective_of(config: Config) -> Objective:
@@ -215,7 +211,7 @@ def _check_canvas(config: Config) -> None:
     model = config.model
     if config.train.objective not in CANVASES:
         return
-    source, canvas = _longest(config)
+    source, canvas = longest_of(config)
     if max(source, canvas) > MOST_PLACES:
         raise ConfigError(
             f"the longest source has {source} places and its canvas {canvas}, more "
@@ -249,49 +245,6 @@ def _changed(record: Any, names: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _longest(config: Config) -> tuple[int, int]:
-    """The longest source and the longest target that a decoder sees."""
-    longest = config.data.bucket_lengths[-1]
-    source = max(longest, config.decode.max_source_length)
-    target = max(longest, config.decode.max_length)
-    canvas = CANVASES.get(config.train.objective)
-    if canvas is not None and not canvas.length:
-        target = config.model.upsample * source + config.model.extra_slots
-    return source, target
-
-
-def _check_attention(config: Config) -> None:
-    """Refuse patterns that do not parse, or leave a place of the longest nothing."""
-    source, target = _longest(config)
-    bidirectional = config.train.objective in CANVASES
-    sides = {
-        "encoder_attention": (source, source),
-        "decoder_attention": (target, target),
-        "cross_attention": (target, source),
-    }
-    for field, (rows, columns) in sides.items():
-        for pattern in read_patterns(config.model, field):
-            if field == "decoder_attention":
-                if bidirectional and pattern.is_causal:
-                    raise ConfigError(
-                        f"model.{field} {str(pattern)!r} is causal, but the decoder "
-                        f"of train.objective {config.train.objective!r} reads both "
-                        "sides of a place: use one that reaches ahead"
-                    )
-                pattern = pattern if bidirectional else pattern & causal()
-            heads = range(pattern.heads or 1)
-            # A head may be silent at a place where another is not.
-            of_heads = (
-                first_edges(pattern.of_head(n), rows, columns, 0) for n in heads
-            )
-            first = functools.reduce(np.minimum, (keys for keys, _ in of_heads))
-            if (dead := np.flatnonzero(first == columns)).size:
-                raise ConfigError(
-                    f"model.{field} {str(pattern)!r} leaves place {dead[0]} nothing to "
-                    "attend: join another pattern to it by |"
-                )
-
-
 def _check_lengths(config: Config) -> None:
     """Refuse sequences longer than a table of positions."""
     longest = config.model.longest
@@ -299,7 +252,7 @@ def _check_lengths(config: Config) -> None:
         "data.bucket_lengths": config.data.bucket_lengths[-1],
         "decode.max_length": config.decode.max_length,
         "decode.max_source_length": config.decode.max_source_length,
-        "the canvas of model.upsample and model.extra_slots": _longest(config)[1],
+        "the canvas of model.upsample and model.extra_slots": longest_of(config)[1],
     }
     for name, length in lengths.items():
         if longest is not None and length > longest:
