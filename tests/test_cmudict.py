@@ -101,7 +101,7 @@ def test_a_preparation_that_lost_the_race_uses_the_first(
     first = cmudict.read(directory, "test")
     if late_by == "a rename":
         monkeypatch.setattr(late, "download_and_prepare", refused)
-    builder = cmudict._prepare(late, directory)
+    builder = cmudict.DATA_SET.prepare(late, directory)
     assert len(builder.as_data_source("test")) == len(first)
 
 

@@ -22,7 +22,7 @@ LEVELS = (
     (
         *("synthesis", "pieces", "layers", "stacks", "frontends"),
         *("encoder", "decoder"),
-        *("parallel_models", "models"),
+        *("parallel_models", "classifier", "models"),
     ),
     ("corruption", "objectives"),
     (
@@ -33,7 +33,8 @@ LEVELS = (
     (
         *("training", "saved_config", "vocabularies", "splits"),
         *("origins", "runs", "reports"),
-        *("trainer", "executables", "generation", "parallel_generation", "inference"),
+        *("trainer", "executables", "generation", "parallel_generation"),
+        *("class_generation", "inference"),
         *("benchmarks", "commands", "__main__"),
     ),
 )

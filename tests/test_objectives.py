@@ -179,6 +179,9 @@ PAIRINGS = [
     ("ctc", {"decode": {"min_length": 1}}, "decode.min_length does nothing .* to 0$"),
     ("ctc", {"decode": {"rescorer": "x"}}, "rescorer .* use .*=ctc_beam_search, or"),
     ("ctc", {"decode": {"length_beam": 2}}, "decode.length_beam does nothing"),
+    ("ctc", {"model": {"pooling": "cls"}}, "pooling does nothing .* it to 'mean'$"),
+    ("classification", {"model": {"decoder_layers": 2}}, "decoder_layers does nothing"),
+    ("classification", {"decode": {"min_length": 1}}, "min_length does nothing with"),
     ("overgenerate", {"decode": {"min_length": 32}}, "min_length=32 and an end do not"),
     ("parallel", {"decode": {"min_length": 33}}, "min_length=33 does not fit in"),
     # Corruptions and references of other objectives.
@@ -325,6 +328,7 @@ NBEST = {
     "mask_predict": ({"length_beam": 2}, 2, "more than decode.length_beam=2: raise"),
     "ctc_greedy": ({}, 1, "'ctc_greedy' has one: use ctc_beam_search"),
     "ctc_beam_search": ({"beam_size": 7}, 7, "more than decode.beam_size=7: raise"),
+    "classify": ({}, None, ""),
 }
 
 
@@ -364,7 +368,7 @@ def test_settings_offer_what_the_tables_hold():
     assert choices(DecodeConfig, "penalty") == {*PENALTIES}
     decoded = {name for row in OBJECTIVES.values() for name in row.strategies}
     assert decoded == {*STRATEGIES} == {*OPTIONS}
-    assert {"autoregressive", *CANVASES} == {*OBJECTIVES}
+    assert {"autoregressive", "classification", *CANVASES} == {*OBJECTIVES}
     fields = {item.name for item in dataclasses.fields(DecodeConfig)}
     assert {name for names in OPTIONS.values() for name in names} < fields
 
@@ -399,3 +403,110 @@ def test_patterns_that_nothing_can_use_are_refused(field, text, message):
         validate(config(text))
     assert "\n" not in str(caught.value)
     validate(config("local(40) | per_head((local(0), full(), full(), full()))"))
+
+
+ATTENTION_PAIRINGS = [
+    # objective, settings of the model, message
+    (
+        "autoregressive",
+        {"decoder_attention": "linformer(rank=4)"},
+        r"decoder_attention 'linformer\(rank=4\)' .*must not look ahead \(causal\): "
+        "use a pattern, linear, ",
+    ),
+    (
+        "autoregressive",
+        {"decoder_attention": "synthesizer()"},
+        r"writes place after place \(decode\): use a pattern, linear, favor, compr",
+    ),
+    (
+        "autoregressive",
+        {"cross_attention": "lsh()"},
+        r"'lsh\(\)' .*two sequences \(cross\): use a pattern, linear, favor, linform",
+    ),
+    ("ctc", {"cross_attention": "sinkhorn()"}, r"compares two sequences \(cross\)"),
+    (
+        "autoregressive",
+        {"cross_attention": "routing(clusters=2)"},
+        r"projected once \(memory\): use a pattern, linear, favor, linformer, compress",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "linear()", "attention_dropout": 0.1},
+        r"attention_dropout drops weights \(dropout\): use a pattern$",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "full(); favor(features=8)", "positions": "alibi"},
+        r"encoder_attention 'favor\(features=8\)' .*=alibi is a bias of the scores",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "lsh(buckets=4)", "extra_global_tokens": 1},
+        r"extra_global_tokens are attended apart \(residual\): use a pattern$",
+    ),
+    (
+        "parallel",
+        {"encoder_attention": "linear()", "length_from": "token"},
+        r"length_from=token is attended apart \(residual\): use a pattern$",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "linformer(rank=4)", "max_positions": 31},
+        "max_positions=31, but they go to 32: raise model.max_positions, or lower",
+    ),
+    (
+        "autoregressive",
+        {"cross_attention": "linformer(rank=4)", "max_positions": 31},
+        "cross_attention .* is for sequences of up to model.max_positions=31, but",
+    ),
+    (
+        "classification",
+        {"encoder_attention": "sinkhorn()", "max_positions": 32, "pooling": "cls"},
+        "max_positions=32, but they go to 33: raise",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "lsh(buckets=5)"},
+        "buckets must be a multiple of 2",
+    ),
+    (
+        "autoregressive",
+        {"encoder_attention": "linear(rank=3)"},
+        "no option 'rank', but feature_map",
+    ),
+]
+
+
+@pytest.mark.parametrize(("objective", "model", "message"), ATTENTION_PAIRINGS)
+def test_attention_that_cannot_do_its_part_is_refused(objective, model, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config_of(objective, model=model))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "model"),
+    [
+        (
+            "autoregressive",
+            {
+                "encoder_attention": "sinkhorn(); synthesizer()",
+                "decoder_attention": "routing(clusters=4); lsh()",
+                "cross_attention": "linformer(rank=4, share=layer); favor(features=8)",
+            },
+        ),
+        # All places at once: neither causal nor place after place.
+        (
+            "ctc",
+            {
+                "decoder_attention": "linformer(rank=4); sinkhorn(block_size=4)",
+                "cross_attention": "routing(clusters=2); synthesizer()",
+            },
+        ),
+        # The shortest array that holds the longest sequence.
+        ("autoregressive", {"encoder_attention": "sinkhorn()", "max_positions": 32}),
+        ("classification", {"encoder_attention": "linear()", "pooling": "cls"}),
+    ],
+)
+def test_attention_that_can_do_its_part_is_accepted(objective, model):
+    validate(config_of(objective, model=model))

@@ -14,7 +14,7 @@ import pytest
 from tiny import TINY, drawn
 
 from transformer_jax.config import DecodeConfig, ParallelConfig
-from transformer_jax.decoding import PIECES, STRATEGIES, Status
+from transformer_jax.decoding import Status
 from transformer_jax.models import build_model
 from transformer_jax.objectives import OBJECTIVES
 from transformer_jax.parallel_generation import ParallelGenerator, Rescorer
@@ -23,7 +23,6 @@ from transformer_jax.sharding import make_mesh, replicated
 # The longest canvas of unknown length is cut by one place.
 ROWS, LENGTH, PLACES = 8, 4, 7
 FORBIDDEN = [7, 9]
-PARALLEL = [name for name in STRATEGIES if name not in PIECES]
 # Strategy -> settings with several hypotheses and what constraints there are.
 SETTINGS = {
     "parallel": {"length_beam": 3, "min_length": 2},
@@ -32,6 +31,7 @@ SETTINGS = {
     "ctc_greedy": {},
     "ctc_beam_search": {"beam_size": 4},
 }
+PARALLEL = [*SETTINGS]
 CONFIG = dataclasses.replace(TINY, upsample=2, length_classes=8)
 
 

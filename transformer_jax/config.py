@@ -92,18 +92,22 @@ class ModelConfig(_Checked):
         "sinusoidal",
         choices=("sinusoidal", "learned", "one_hot", "rotary", "alibi", "t5", "none"),
     )
-    # Places that learned and one_hot positions have; the others have no end.
+    # Places that learned and one_hot positions have, and kinds of attention that have
+    # an array by place; the others have no end.
     max_positions: int = _field(512, low=1)
     # Which embedding matrices are one: target input and output, or source as well.
     tied_embeddings: str = _field("target", choices=("none", "target", "all"))
     scale_embeddings: bool = True
-    # Which edges attention has: a pattern, or several separated by ";", one a layer in
-    # turn. The decoder's is made causal.
+    # A kind of attention, such as linear(), or a pattern, which says what edges softmax
+    # attention has; or several separated by ";", one a layer in turn. A decoder's is
+    # made causal.
     encoder_attention: str = "full()"
     decoder_attention: str = "full()"
     cross_attention: str = "full()"
     # Learned tokens before the source that attend all and that all attend.
     extra_global_tokens: int = _field(0, low=0)
+    # Of classification: the mean of all places, or the state of a token before them.
+    pooling: str = _field("mean", choices=("mean", "cls"))
     # Of models that write all places at once. What an empty place reads: a vector of
     # its own (mask), or the source's states, spread evenly (uniform_copy) or by
     # distance (soft_copy).

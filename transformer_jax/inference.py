@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from transformer_jax.class_generation import ClassGenerator
 from transformer_jax.config import ConfigError, DecodeConfig
 from transformer_jax.data import InvalidText, Vocabulary
 from transformer_jax.decoding import Hypotheses, Status
@@ -68,7 +69,7 @@ class TrainedModel:
 
     run: Run
     step: int
-    generator: Generator | ParallelGenerator
+    generator: Generator | ParallelGenerator | ClassGenerator
 
     @property
     def config(self) -> DecodeConfig:
@@ -196,7 +197,9 @@ def load_model(
     step, variables = _restored(run, step, mesh)
     options: dict[str, Any] = {"nbest": nbest, "forbidden": forbidden}
     kind = Generator
-    if run.config.train.objective in CANVASES:
+    if run.config.train.objective == "classification":
+        kind = ClassGenerator
+    elif run.config.train.objective in CANVASES:
         kind = ParallelGenerator
         options["canvas_lengths"] = run.config.data.bucket_lengths
         if config.rescorer:

@@ -20,7 +20,7 @@ from transformer_jax.attention import (
     attend_with_extra,
 )
 from transformer_jax.attention.kinds import taken
-from transformer_jax.masks import hashed_dropout
+from transformer_jax.masks import hashed_dropout, length_mask, or_zero
 from transformer_jax.pieces import Pieces
 from transformer_jax.positions import rotary
 from transformer_jax.types import EMBED, HEAD, HEADS, MLP, PyTree
@@ -274,6 +274,13 @@ class MultiHeadAttention(nn.Module):
             # Turned by the angle 0, an extra token is as without a position.
             positions = jnp.maximum(jnp.arange(x.shape[1]) - self.extra, 0)
         return rotary(x, positions)
+
+
+def mean_of(states: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return the mean `[B, D]` of the valid places of states `[B, S, D]`."""
+    inside = length_mask(lengths, states.shape[1])[..., None]
+    count = jnp.maximum(lengths, 1)[:, None].astype(states.dtype)
+    return or_zero(inside, states).sum(1) / count
 
 
 def empty_cache(

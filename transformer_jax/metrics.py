@@ -4,6 +4,7 @@ Sequences are of any symbols that compare: phones, words, ids. A text is a seque
 its characters, so split it first.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,39 @@ class ErrorRates:
             "wer": 100.0 * self._wrong / self._words,
             "per": 100.0 * self._errors / self._symbols,
             "words": self._words,
+        }
+
+
+class Accuracy:
+    """Counts right classes; every example is added once.
+
+    accuracy = 100 * examples whose class is right / examples
+    majority = 100 * examples of the commonest class / examples, what always saying that
+    one would reach.
+    """
+
+    def __init__(self) -> None:
+        self._right, self._classes = 0, collections.Counter()
+
+    def add(self, found: Any, references: Sequence[Any]) -> None:
+        """Count one example's best class; any reference is right."""
+        _check(references)
+        self._right += found in references
+        self._classes[references[0]] += 1
+
+    def result(self) -> dict[str, float]:
+        """Return `accuracy` and `majority` in percent, and the number of `examples`.
+
+        Raises:
+            ValueError: nothing was added.
+        """
+        count = self._classes.total()
+        if not count:
+            raise ValueError("no accuracy without an example: nothing was added")
+        return {
+            "accuracy": 100.0 * self._right / count,
+            "majority": 100.0 * max(self._classes.values()) / count,
+            "examples": count,
         }
 
 

@@ -10,6 +10,7 @@ from flax.core import FrozenDict
 
 from transformer_jax.attention import Attention, parse_layers
 from transformer_jax.attention.arguments import check_kv_heads
+from transformer_jax.classifier import Classifier
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.decoder import Decoder
 from transformer_jax.encoder import Encoder
@@ -131,12 +132,13 @@ CANVASES = {
 
 def build_model(
     config: ModelConfig, objective: str = "autoregressive"
-) -> Seq2Seq | ParallelSeq2Seq:
+) -> Seq2Seq | ParallelSeq2Seq | Classifier:
     """Return the model that a configuration with known vocabulary sizes describes.
 
     Args:
         config: its settings.
-        objective: what it is trained for: "autoregressive", or a key of `CANVASES`.
+        objective: what it is trained for: "autoregressive", "classification", or a key
+            of `CANVASES`.
 
     Raises:
         ConfigError: a vocabulary size is unknown, or two sizes differ that must not.
@@ -144,6 +146,13 @@ def build_model(
     _check_vocabularies(config)
     canvas = CANVASES.get(objective)
     dtype = jnp.dtype(config.dtype)
+    if objective == "classification":
+        return Classifier(
+            _token_frontend(config, config.source_vocab, dtype),
+            _encoder(config, None, dtype),
+            make_projection(config.target_vocab, (EMBED, VOCAB), dtype=dtype),
+            config.pooling,
+        )
     outputs = config.target_vocab + (canvas is not None and canvas.blank)
     # The symbol of an empty place comes last.
     symbols = outputs + (canvas is not None)
@@ -172,6 +181,13 @@ def build_model(
         upsample=config.upsample,
         extra_slots=config.extra_slots,
     )
+
+
+def init_variables(model: nn.Module, key: jax.Array) -> PyTree:
+    """Return the first variables of a model of `build_model`, boxed."""
+    tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
+    inputs = () if isinstance(model, Classifier) else (tokens,)
+    return model.init(key, tokens, lengths, *inputs)
 
 
 def _check_vocabularies(config: ModelConfig) -> None:

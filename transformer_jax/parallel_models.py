@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.decoding.length import copy_places, soft_copy_weights
+from transformer_jax.layers import mean_of
 from transformer_jax.masks import length_mask, or_zero
 from transformer_jax.types import EMBED, POSITION
 
@@ -107,11 +108,9 @@ class ParallelSeq2Seq(nn.Module):
         extra, memory = self.encoder.with_extra(features, source_lengths)
         logits = None
         if self.length_from:
-            inside = length_mask(source_lengths, memory.shape[1])[..., None]
-            count = jnp.maximum(source_lengths, 1)[:, None].astype(memory.dtype)
-            pooled = or_zero(inside, memory).sum(1) / count
+            token = self.length_from == "token"
             logits = self.length_output(
-                extra[:, 0] if self.length_from == "token" else pooled
+                extra[:, 0] if token else mean_of(memory, source_lengths)
             )
         return Encoded(memory, source_lengths, logits)
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from transformer_jax.data import Bucket
+from transformer_jax.models import init_variables
 from transformer_jax.objectives import Loss
 from transformer_jax.sharding import batch_sharding, param_shardings, replicated
 from transformer_jax.types import KEPT, Batch, PyTree, variables_of
@@ -53,7 +54,7 @@ class StepMetrics(NamedTuple):
 
 def abstract_variables(model: nn.Module, mesh: Mesh) -> dict[str, PyTree]:
     """Return shapes, types and shardings of a model's variables."""
-    boxed = jax.eval_shape(lambda: _init_boxed(model, jax.random.key(0)))
+    boxed = jax.eval_shape(lambda: init_variables(model, jax.random.key(0)))
     whole = replicated(mesh)
     shardings = jax.tree.map(lambda _: whole, nn.unbox(boxed))
     shardings["params"] = param_shardings(mesh, boxed["params"])
@@ -113,7 +114,7 @@ def init_state(
     def init(variables: PyTree | None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
         if variables is None:
-            variables = nn.unbox(_init_boxed(model, init_key))
+            variables = nn.unbox(init_variables(model, init_key))
         step, params = jnp.zeros((), jnp.int32), variables["params"]
         ema = None if abstract.ema is None else jax.tree.map(jnp.copy, params)
         opt_state, kept = optimizer.init(params), variables.get(KEPT)
@@ -255,11 +256,6 @@ def _compile_each(
 def count_parameters(params: PyTree) -> int:
     """Return how many numbers the parameters are."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def _init_boxed(model: nn.Module, key: jax.Array) -> PyTree:
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    return model.init(key, tokens, jnp.ones(1, jnp.int32), tokens)
 
 
 def _with_shardings(abstract: PyTree, shardings: PyTree) -> PyTree:

@@ -116,7 +116,9 @@ def rows_of(tree, rows):
 
 def test_every_strategy_is_under_a_contract():
     assert not PIECES.keys() & SETTINGS.keys()
-    assert PIECES.keys() | SETTINGS.keys() == STRATEGIES.keys()
+    # A class is one symbol; tests/test_classifier.py has its contract.
+    others = {"classify"}
+    assert PIECES.keys() | SETTINGS.keys() | others == STRATEGIES.keys()
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)

@@ -63,11 +63,13 @@ class Option(NamedTuple):
         default: its value without; None where that depends on the others.
         low: the least number; None of words.
         choices: the legal words; none of numbers.
+        multiple: what an integer is a multiple of; 0 means nothing.
     """
 
     default: Any
     low: float | None = None
     choices: tuple[str, ...] = ()
+    multiple: int = 0
 
 
 class AttentionKind(NamedTuple):

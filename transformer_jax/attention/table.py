@@ -200,7 +200,7 @@ ATTENTION: dict[str, AttentionKind] = {
         read=None,
         options={
             "rounds": Option(4, low=1),
-            "buckets": Option(16, low=2),
+            "buckets": Option(16, low=2, multiple=2),
             "chunk_size": Option(64, low=1),
             "redraw": Option(1, low=0),
         },

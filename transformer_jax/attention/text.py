@@ -137,6 +137,10 @@ def _value(keyword: ast.keyword, options: Mapping[str, Option], text: str) -> An
         raise ValueError(
             f"{text.strip()!r}: {name} must be {kind} of at least {option.low}"
         )
+    if option.multiple and value % option.multiple:
+        raise ValueError(
+            f"{text.strip()!r}: {name} must be a multiple of {option.multiple}"
+        )
     return wanted(value)
 
 

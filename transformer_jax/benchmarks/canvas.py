@@ -8,14 +8,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from transformer_jax.benchmarks.ours import best_rows
 from transformer_jax.benchmarks.shape import Shape, Sources
 from transformer_jax.benchmarks.timing import Decoding
 from transformer_jax.config import DecodeConfig, ModelConfig, ParallelConfig
 from transformer_jax.decoding import Hypotheses
-from transformer_jax.models import build_model
+from transformer_jax.models import build_model, init_variables
 from transformer_jax.parallel_generation import ParallelGenerator
 from transformer_jax.sharding import make_mesh
 from transformer_jax.types import PyTree
@@ -94,11 +93,9 @@ class CanvasDecoder:
 
 def _joined(model: nn.Module, params: PyTree, seed: int) -> PyTree:
     """The given parameters where they are, with rows for symbols that they lack."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
 
     def draw() -> PyTree:
-        drawn = model.init(jax.random.key(seed), tokens, jnp.ones(1, jnp.int32), tokens)
-        return nn.unbox(drawn["params"])
+        return nn.unbox(init_variables(model, jax.random.key(seed))["params"])
 
     def join(drawn: PyTree, given: PyTree) -> PyTree:
         if not isinstance(drawn, dict):

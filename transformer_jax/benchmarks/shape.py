@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.models import build_model
+from transformer_jax.models import build_model, init_variables
 from transformer_jax.types import PyTree
 
 
@@ -123,11 +122,10 @@ def draw_params(config: ModelConfig, symbols: Symbols, seed: int) -> PyTree:
     training (Radford et al. 2019, section 2.3): states of deep stacks still know their
     place then, as those of a trained model do.
     """
-    model, tokens = build_model(config), jnp.zeros((1, 2), jnp.int32)
+    model = build_model(config)
 
     def draw() -> PyTree:
-        drawn = model.init(jax.random.key(seed), tokens, jnp.ones(1, jnp.int32), tokens)
-        params = nn.unbox(drawn["params"])
+        params = nn.unbox(init_variables(model, jax.random.key(seed))["params"])
         table = params["source_frontend"]["embedding"]["embedding"]
         params["source_frontend"]["embedding"]["embedding"] = table.at[
             symbols.pad_id

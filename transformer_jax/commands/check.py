@@ -8,7 +8,6 @@ wrong. Python, packages, devices, data and, if named, the working directory.
 
 import contextlib
 import importlib.metadata
-import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,13 @@ import jax.numpy as jnp
 from absl import flags
 
 from transformer_jax.checkpoints import CheckpointError
-from transformer_jax.config import ConfigError, DataConfig
-from transformer_jax.data import SOURCES, data_directory
+from transformer_jax.config import Config, ConfigError, DataConfig
+from transformer_jax.data import data_directory
 from transformer_jax.inference import load_model
 from transformer_jax.run_directory import one_line, require_writable
 from transformer_jax.runs import Run, open_run
 from transformer_jax.saved_config import read_config
+from transformer_jax.splits import read_examples
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = (
@@ -119,13 +119,13 @@ def _data(workdir: str | None) -> Iterator[Finding]:
     free = shutil.disk_usage(directory).free
     little = "free some space" if free < LITTLE_SPACE else ""
     yield Finding("data directory", f"{directory}, {free / 2**30:.1f} GiB free", little)
-    for name in SOURCES:
-        yield from _guarded(f"data {name}", lambda name=name: _source(name, directory))
+    subject = f"data {settings.source}"
+    yield from _guarded(subject, lambda: _source(subject, settings))
 
 
-def _source(name: str, directory: pathlib.Path) -> Iterator[Finding]:
-    count = len(SOURCES[name].examples(str(directory), "test"))
-    yield Finding(f"data {name}", f"{count:,} test examples")
+def _source(subject: str, settings: DataConfig) -> Iterator[Finding]:
+    count = len(read_examples(Config(data=settings), "test"))
+    yield Finding(subject, f"{count:,} test examples")
 
 
 def _workdir(workdir: str) -> Iterator[Finding]:

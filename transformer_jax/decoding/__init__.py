@@ -6,6 +6,7 @@ A strategy knows no network: the caller gives a step function
 """
 
 from transformer_jax.decoding.beam import beam_pieces, beam_search
+from transformer_jax.decoding.classify import classify
 from transformer_jax.decoding.ctc import collapse, ctc_beam_search, ctc_greedy
 from transformer_jax.decoding.hypotheses import Hypotheses, Status, rescored
 from transformer_jax.decoding.length import best_lengths, lengths_of_classes
@@ -35,6 +36,7 @@ STRATEGIES = {
     "mask_predict": mask_predict,
     "ctc_greedy": ctc_greedy,
     "ctc_beam_search": ctc_beam_search,
+    "classify": classify,
 }
 # ... and those that go token by token in pieces, for callers that look at the state
 # between steps.
@@ -54,6 +56,7 @@ __all__ = [
     "StepFunction",
     "beam_search",
     "best_lengths",
+    "classify",
     "collapse",
     "ctc_beam_search",
     "ctc_greedy",

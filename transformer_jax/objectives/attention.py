@@ -38,11 +38,12 @@ def check_attention(config: Config, source: int, target: int) -> None:
         ConfigError: a text does not parse; a kind lacks a capability, is too short for
             the longest sequence, or leaves a place nothing to attend to.
     """
-    sides = {
-        "encoder_attention": (source, source),
-        "decoder_attention": (target, target),
-        "cross_attention": (target, source),
-    }
+    # The token before a sequence that is classified is a place of it.
+    encoded = source + (config.model.pooling == "cls")
+    sides = {"encoder_attention": (encoded, encoded)}
+    if config.train.objective != "classification":
+        sides["decoder_attention"] = (target, target)
+        sides["cross_attention"] = (target, source)
     for field, places in sides.items():
         for kind in read_attention(config.model, field):
             for need, why in _needs(config, field).items():

@@ -20,6 +20,14 @@ def has_class(
     return (number >= 0) & (number < classes)
 
 
+def is_class(
+    config: ModelConfig, source: np.ndarray, target: np.ndarray, repeats: np.ndarray
+) -> np.ndarray:
+    """Mark the pairs whose target is one symbol."""
+    del config, source, repeats
+    return target == 1
+
+
 def holds_end(
     config: ModelConfig, source: np.ndarray, target: np.ndarray, repeats: np.ndarray
 ) -> np.ndarray:

@@ -43,6 +43,10 @@ class Passes:
         """
         return self._apply("predict", arguments, self._decode_key, keep=keep)
 
+    def classify(self, *arguments: Any) -> jax.Array:
+        """Return a classifier's logits `[B, C]`."""
+        return self._apply("__call__", arguments, self._encode_key, keep=True)
+
     def _apply(
         self, method: str, arguments: Any, key: jax.Array | None, *, keep: bool
     ) -> Any:

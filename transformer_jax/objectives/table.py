@@ -13,6 +13,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.corruption import corruption_at
 from transformer_jax.objectives import canvas, fitting
 from transformer_jax.objectives.autoregressive import autoregressive
+from transformer_jax.objectives.classification import classification
 from transformer_jax.objectives.passes import Passes
 from transformer_jax.types import Batch, PyTree, variables_of
 
@@ -45,8 +46,19 @@ class Objective(NamedTuple):
     unfit: str = ""
 
 
-_LENGTH = ("decoder_inputs", "length_from", "length_target", "length_classes")
-_SLOTS = ("decoder_inputs", "upsample", "extra_slots")
+# Of models with a decoder.
+_DECODER = (
+    *("decoder_layers", "decoder_attention", "cross_attention"),
+    "tied_embeddings",
+)
+_LENGTH = (
+    *_DECODER,
+    "decoder_inputs",
+    "length_from",
+    "length_target",
+    "length_classes",
+)
+_SLOTS = (*_DECODER, "decoder_inputs", "upsample", "extra_slots")
 _BEYOND = (
     "have a length beyond those told apart and count as the nearest: raise "
     "model.length_classes"
@@ -61,6 +73,7 @@ OBJECTIVES = {
         autoregressive,
         ("greedy", "sample", "beam_search"),
         ("label_smoothing",),
+        _DECODER,
         corruptions=("scheduled_sampling", "random_replacement"),
         references=True,
     ),
@@ -98,6 +111,17 @@ OBJECTIVES = {
         references=True,
         fits=fitting.holds_blanks,
         unfit=_LEFT_OUT,
+    ),
+    "classification": Objective(
+        classification,
+        ("classify",),
+        ("label_smoothing",),
+        ("pooling",),
+        fits=fitting.is_class,
+        unfit=(
+            "have targets of other than one symbol and count nothing: choose data "
+            "whose targets are classes"
+        ),
     ),
 }
 

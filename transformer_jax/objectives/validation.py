@@ -27,9 +27,10 @@ OPTIONS = {
     "mask_predict": ("min_length", *_CANDIDATES, "passes"),
     "ctc_greedy": (),
     "ctc_beam_search": ("beam_size", "rescorer"),
+    "classify": (),
 }
 # Strategies that write no END.
-ENDLESS = ("parallel", "mask_predict")
+ENDLESS = ("parallel", "mask_predict", "classify")
 # What `decode.strategy` is where the objective shall say.
 AUTO = "auto"
 
@@ -112,7 +113,7 @@ def check_nbest(config: DecodeConfig, nbest: int) -> None:
                     f"decode.{field} to {nbest}"
                 )
             return
-    if nbest == 1 or config.strategy == "sample":
+    if nbest == 1 or config.strategy in ("sample", "classify"):
         return
     others = "ctc_beam_search" if "ctc" in config.strategy else "beam_search or sample"
     raise ConfigError(
