@@ -186,8 +186,8 @@ def test_bench_decode(monkeypatch):
     assert called.err.count("fixed") == 4
 
 
-def test_models_that_write_all_at_once_are_measured_beside():
-    names = ["jax-mask_predict", "jax-ctc"]
+def test_models_with_other_outputs_are_measured_beside():
+    names = ["jax-linear", "jax-mask_predict", "jax-ctc"]
     flags = [*FLAGS, "--depths=1-1", "--batches=3", "--largest=3", "--beam=2"]
     systems = f"--systems={','.join(['jax', *names])}"
     called = call("bench", "decode", *flags, systems, "--passes=2")

@@ -1,10 +1,11 @@
 """Decoding speed, beside `transformers` and CTranslate2 with the same weights.
 
-Ours are autoregressive, and those that write all places at once (`jax-ctc`, ...); for
-these a beam is several lengths, ends, or prefixes, and lengths are always fixed. Every
-system decodes the same sources in turn (`timing.interleaved`). Lengths are fixed
-(END forbidden: all write `target_length` tokens) or natural: END comes where weights
-that are fitted for it say, at about three quarters of the source's length.
+Ours are autoregressive, with softmax or with linear attention in the decoder
+(`jax-linear`), and those that write all places at once (`jax-ctc`, ...); for these a
+beam is several lengths, ends, or prefixes. Every system decodes the same sources in
+turn (`timing.interleaved`). Lengths are fixed (END forbidden: all write `target_length`
+tokens) or natural: END comes where weights that are fitted for it say, at about three
+quarters of the source's length; those whose outputs are others have fixed ones alone.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from transformer_jax.benchmarks import peers, timing
 from transformer_jax.benchmarks.canvas import CANVAS_SYSTEMS, CanvasDecoder
 from transformer_jax.benchmarks.lengths import fit_end
 from transformer_jax.benchmarks.marian import make_marian
-from transformer_jax.benchmarks.ours import JaxDecoder
+from transformer_jax.benchmarks.ours import KIND_SYSTEMS, JaxDecoder
 from transformer_jax.benchmarks.report import machine, say, say_row
 from transformer_jax.benchmarks.shape import (
     Shape,
@@ -35,6 +36,8 @@ from transformer_jax.run_directory import one_line
 from transformer_jax.training import count_parameters
 
 LENGTHS = ("fixed", "natural")
+# Ours that have the weights of `jax`, but not its outputs.
+OTHERS = (*KIND_SYSTEMS, *CANVAS_SYSTEMS)
 COLUMNS = (
     *("lengths", "strategy", "batch", "depth", "system", "p50_ms", "p95_ms"),
     *("tokens_per_second", "mean_length", "same_outputs", "speedup"),
@@ -51,7 +54,7 @@ class Settings(Shape):
 
     SYSTEMS: ClassVar = (
         *("jax", "transformers", "ctranslate2", "ctranslate2-int8"),
-        *CANVAS_SYSTEMS,
+        *OTHERS,
     )
 
     depths: tuple[str, ...] = setting(("6-6", "12-1"), "Encoder-decoder layers.")
@@ -147,14 +150,17 @@ class Bench:
     def _system(
         self, name: str, config: ModelConfig, ours: JaxDecoder, model: Any
     ) -> Any:
-        length = self._settings.target_length
+        settings, symbols = self._settings, self._settings.symbols()
+        length = settings.target_length
         if name == "jax":
             return ours
+        if name in KIND_SYSTEMS:
+            kind = KIND_SYSTEMS[name]
+            config = dataclasses.replace(config, decoder_attention=kind)
+            return JaxDecoder(config, ours.params, symbols, length)
         if name in CANVAS_SYSTEMS:
-            settings = self._settings
             return CanvasDecoder(name, config, ours.params, settings, settings.passes)
         if name == "transformers":
-            symbols = self._settings.symbols()
             return peers.TransformersDecoder(model, symbols, length)
         kind = "int8" if name.endswith("int8") else "float32"
         return peers.CTranslate2Decoder(model, length, kind)
@@ -206,7 +212,7 @@ class Bench:
         systems = [
             key
             for key in self._systems
-            if case.lengths == "fixed" or key[1] not in CANVAS_SYSTEMS
+            if case.lengths == "fixed" or key[1] not in OTHERS
         ]
         batches = {key: case.batch or self.largest_batch(key, case) for key in systems}
         outputs: dict[Key, list] = {key: [] for key in systems}
@@ -250,7 +256,7 @@ class Bench:
         }
         ours = (depth, "jax")
         if name != "jax" and ours in measured:
-            if name not in CANVAS_SYSTEMS:
+            if name not in OTHERS:
                 result["same_outputs"] = _same(outputs[key], outputs[ours])
             result["speedup"] = timing.ratio(measured[ours], measured[key])
         return result

@@ -28,6 +28,9 @@ from transformer_jax.training import (
 )
 from transformer_jax.types import Batch, PyTree
 
+# System -> its decoder's self-attention, where that has the weights of softmax.
+KIND_SYSTEMS = {"jax-linear": "linear()"}
+
 
 class JaxDecoder:
     """Ours: one compiled program a shape and a beam; it counts and times compiling."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from transformer_jax.benchmarks.canvas import CANVAS_SYSTEMS
 from transformer_jax.benchmarks.marian import NEVER
+from transformer_jax.benchmarks.ours import KIND_SYSTEMS
 from transformer_jax.benchmarks.report import cores
 from transformer_jax.benchmarks.shape import Sources, Symbols
 from transformer_jax.benchmarks.timing import Decoding
@@ -22,7 +23,7 @@ from transformer_jax.config import remedy
 
 PACKAGES = {
     "jax": (),
-    **dict.fromkeys(CANVAS_SYSTEMS, ()),
+    **dict.fromkeys([*KIND_SYSTEMS, *CANVAS_SYSTEMS], ()),
     "transformers": ("torch", "transformers"),
     "ctranslate2": ("torch", "transformers", "ctranslate2"),
     "ctranslate2-int8": ("torch", "transformers", "ctranslate2"),
