@@ -360,3 +360,13 @@ ORACLES = {
     "sinkhorn": sinkhorn,
     "synthesizer": synthesizer,
 }
+
+
+def run(name, arrays, pieces, **call):
+    """The output alone of a setting's kernel."""
+    setting = SETTINGS[name]
+    row = ATTENTION[setting.kind]
+    # In a compiled function a dictionary's names come sorted.
+    ordered = [arrays[word] for word in row.arrays]
+    output = row.kernel(*ordered, **pieces, **setting.options, **call)
+    return output[0] if isinstance(output, tuple) else output

@@ -180,12 +180,9 @@ def step_routing(
     _check(cache, key, value, (sizes.heads, 1, centroids.shape[1]))
     spread = jnp.repeat(key, sizes.heads // sizes.kv_heads, axis=2)
     key_cluster, cluster = (
-        jnp.argmax(
-            jnp.einsum(
-                "bnh,nch->bnc", unit(x[:, 0].astype(centroids.dtype)), centroids
-            ),
-            -1,
-        ).astype(jnp.int32)[..., None]
+        jnp.argmax(routing.nearness_of(x.swapaxes(1, 2), centroids), 2).astype(
+            jnp.int32
+        )
         for x in (spread, query)
     )
     key_code, counted = _counted(cache, key_cluster)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax import masks
 from transformer_jax.attention import dense
+from transformer_jax.attention.chunks import chunked, with_before
 from transformer_jax.attention.products import wide_dtype
 
 # A place attends itself only if there is nothing else (Kitaev et al. 2020, section 2):
@@ -85,29 +86,6 @@ def _permuted_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, N
 
 
 permuted.defvjp(_permuted_forward, _permuted_backward)
-
-
-def chunked(x: Array, size: int, axis: int, fill: ArrayLike = 0) -> Array:
-    """Cut an axis `P` into `[chunks, size]`, filled up at its end."""
-    axis %= x.ndim
-    chunks = -(-x.shape[axis] // size)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, chunks * size - x.shape[axis])
-    x = jnp.pad(x, widths, constant_values=fill)
-    return x.reshape(*x.shape[:axis], chunks, size, *x.shape[axis + 1 :])
-
-
-def with_before(x: Array, axis: int, back: int, fill: ArrayLike = 0) -> Array:
-    """Set each chunk of `[chunks, size]` behind the `back` chunks before it."""
-    axis %= x.ndim
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (back, 0)
-    padded = jnp.pad(x, widths, constant_values=fill)
-    count = x.shape[axis]
-    parts = [
-        jax.lax.slice_in_dim(padded, n, n + count, axis=axis) for n in range(back + 1)
-    ]
-    return jnp.concatenate(parts, axis + 1)
 
 
 class Places(NamedTuple):

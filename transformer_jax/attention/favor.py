@@ -125,7 +125,12 @@ def orthogonal_projection(
         features: vectors M.
         width: head width H.
         dtype: floating.
+
+    Raises:
+        ValueError: there are no features, or they have no width.
     """
+    features = check_integer("features", features, 1)
+    width = check_integer("width", width, 1)
     blocks = -(-features // width)
     of_blocks, of_norms = jax.random.split(key)
     normal = jax.random.normal(of_blocks, (blocks, width, width))

@@ -7,7 +7,6 @@ As (f(q) g(k)^T) v this costs T S (M + V) products a head, as f(q) (g(k)^T v) it
 any size can be summed in float32 without overflow.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_jax import masks
+from transformer_jax.attention.chunks import chunked
 from transformer_jax.attention.products import wide_dtype
 
 
@@ -124,7 +124,11 @@ def attend_past(
     """
     length = query.values.shape[1]
     chunk = max(1, min(chunk_size, length))
-    cut = functools.partial(_chunked, length=length, chunk=chunk)
+
+    def cut(x: Array, fill: float = 0.0) -> Array:
+        """`[B, S, ...]` as `[chunks, B, chunk, ...]`: keys of all queries' places."""
+        return jnp.moveaxis(chunked(x, chunk, 1, fill, length=length), 1, 0)
+
     # A missing key has the scale -inf.
     scales = None if key.scale is None else cut(key.scale, fill=-jnp.inf)
     keys = Features(cut(key.values), scales)
@@ -177,18 +181,6 @@ def _powers(scale: Array, top: Array) -> Array:
     """e^(scale - top), 0 where the scale is -inf."""
     alive = scale > -jnp.inf
     return masks.or_zero(alive, jnp.exp(masks.or_zero(alive, scale - top)))
-
-
-def _chunked(x: Array, length: int, chunk: int, fill: float = 0.0) -> Array:
-    """The first `length` places of `[B, S, ...]` as `[chunks, B, chunk, ...]`.
-
-    What lies behind is read by no query; what is missing is filled up.
-    """
-    places = -(-length // chunk) * chunk
-    x = x[:, :length]
-    widths = [(0, 0), (0, places - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, widths, constant_values=fill)
-    return jnp.moveaxis(x.reshape(len(x), places // chunk, chunk, *x.shape[2:]), 1, 0)
 
 
 def keys_inside(

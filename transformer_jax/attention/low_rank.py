@@ -156,7 +156,7 @@ def compressed_attention(
         ends = jnp.arange(windows) * stride + width - 1
         mask = ends[None] <= jnp.arange(sizes.query_length)[:, None]
     if lengths is not None:
-        lengths = windows_of(lengths, stride)
+        lengths = count_windows(lengths, stride)
     output = dot_product_attention(
         query, key, value, None, mask, scale=scale, key_value_seq_lengths=lengths
     )
@@ -183,7 +183,7 @@ def compressed(
     )
 
 
-def windows_of(lengths: Array, stride: int) -> Array:
+def count_windows(lengths: Array, stride: int) -> Array:
     """Return how many windows begin within sequences; also of unsigned lengths."""
     return -(-lengths.astype(jnp.int32) // stride)
 
@@ -213,7 +213,7 @@ def check_kernels(
     return tuple(kernel.astype(key.dtype) for kernel in kernels)
 
 
-def window_of(
+def compressed_window(
     places: Array, kernel: Array, equation: str = "bwskh,wkhd->bskd"
 ) -> Array:
     """Return one compressed place of so many `[B, width, S, K, H]`."""
@@ -232,7 +232,7 @@ def _windows(x: Array, kernel: Array, stride: int) -> Array:
     shifted = [x[:, w : w + last : stride] for w in range(width)] if count else []
     if not shifted:
         return jnp.zeros((B, 0, *rest), x.dtype)
-    return window_of(jnp.stack(shifted, 1), kernel)
+    return compressed_window(jnp.stack(shifted, 1), kernel)
 
 
 def _inside(key: Array, value: Array, lengths: Array | None) -> tuple[Array, Array]:

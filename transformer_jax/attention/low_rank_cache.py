@@ -142,7 +142,7 @@ def step_compressed(
     rows = jnp.arange(len(index))
     key, value = (
         kept.at[rows, index].set(
-            low_rank.window_of(tail[:, :, None], kernel)[:, 0], mode="drop"
+            low_rank.compressed_window(tail[:, :, None], kernel)[:, 0], mode="drop"
         )
         for kept, tail, kernel in zip(
             (cache.key, cache.value), tails, kernels, strict=True
@@ -181,7 +181,7 @@ def fill_compressed(
     lengths = arguments.check_rows("lengths", lengths, (sizes.batch,), sizes)
     stride = check_integer("stride", stride, 1)
     windows = low_rank.compressed(key, value, key_kernel, value_kernel, stride, lengths)
-    return cache.fill(*windows, low_rank.windows_of(lengths, stride))
+    return cache.fill(*windows, low_rank.count_windows(lengths, stride))
 
 
 def fill_linformer(

@@ -139,7 +139,13 @@ def hashed(
 ) -> Int[Array, "B N R T"]:
     """Return the bucket of each place in each round."""
     query = jax.lax.stop_gradient(query).astype(wide_dtype(query))
-    turned = jnp.einsum("bnth,rhf->bnrtf", query, rotations.astype(query.dtype))
+    turned = jnp.einsum(
+        "bnth,rhf->bnrtf",
+        query,
+        rotations.astype(query.dtype),
+        # Rounded otherwise in decoding, a place would be in another bucket there.
+        precision=jax.lax.Precision.HIGHEST,
+    )
     turned = jnp.concatenate([turned, -turned], -1)
     return jnp.argmax(turned, -1).astype(jnp.int32)
 

@@ -114,10 +114,7 @@ def routing_attention(
     key, value = jnp.repeat(key, share, axis=2), jnp.repeat(value, share, axis=2)
     sides = [_side(x, each) for x, each in ((query, lengths[0]), (key, lengths[1]))]
     values = _side(value, lengths[1]).x
-    nearness = [
-        jnp.einsum("bnth,nch->bnct", unit(x.astype(wide_dtype(x))), centroids)
-        for x in (jax.lax.stop_gradient(side.x) for side in sides)
-    ]
+    nearness = [nearness_of(jax.lax.stop_gradient(side.x), centroids) for side in sides]
     members = _members(sides, nearness)
     if not query.size or not value.size:
         output = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
@@ -197,7 +194,8 @@ def _nearest(
     clusters, places = nearness.shape[2:]
     size = -(-places // clusters) if window is None else min(window, places)
     nearness = jnp.where(inside[:, None, None], nearness, -jnp.inf)
-    _, index = jax.lax.top_k(nearness, size)
+    # Not `top_k`, for which a compiler gathers the rows of all devices.
+    index = jnp.argsort(-nearness, axis=-1, stable=True)[..., :size].astype(jnp.int32)
     count = inside.sum(1, dtype=jnp.int32)
     room = count if window is not None else -(-count // clusters)
     rank = jnp.arange(size, dtype=jnp.int32)[None]
@@ -267,6 +265,19 @@ def _members(sides: list[_Side], nearness: list[Array]) -> Members:
         sums.append(jnp.einsum("bntc,bnth->nch", belongs, vectors))
         counts.append(belongs.sum((0, 2)))
     return Members(sums[0] + sums[1], counts[0] + counts[1])
+
+
+def nearness_of(
+    x: Float[Array, "B N T H"], centroids: Float[Array, "N C H"]
+) -> Float[Array, "B N C T"]:
+    """Return how near the directions of places are to centroids."""
+    # Rounded otherwise in decoding, a place would be in another cluster there.
+    return jnp.einsum(
+        "bnth,nch->bnct",
+        unit(x.astype(wide_dtype(x))),
+        centroids,
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
 def check_centroids(centroids: ArrayLike, heads: int, width: int) -> Array:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from transformer_jax import masks
 from transformer_jax.attention import arguments
 from transformer_jax.attention.arguments import Sizes
+from transformer_jax.attention.chunks import chunked
 from transformer_jax.attention.dot_product import dot_product_attention
 from transformer_jax.attention.products import wide_dtype
 from transformer_jax.patterns.ranges import check_integer
@@ -86,7 +87,9 @@ def sinkhorn_attention(
         masks.or_zero(inside[..., None, None], jnp.repeat(x, share, axis=2))
         for x in (key, value)
     )
-    query, key, value, inside = (_blocks(x, size) for x in (query, key, value, inside))
+    query, key, value, inside = (
+        chunked(x, size, 1) for x in (query, key, value, inside)
+    )
     sorting = sorted_blocks(logits, inside.any(2), iterations, is_causal)
     output = _attend(query, key, value, inside, sorting, is_causal, scale)
     output = output.reshape(B, -1, N, value.shape[4])[:, :T]
@@ -178,10 +181,3 @@ def _sort_logits(
             f"sort_logits must be [B, N, blocks, blocks] = {wanted}, not {logits.shape}"
         )
     return logits.reshape(wanted).astype(wide_dtype(query)) / temperature
-
-
-def _blocks(x: Array, size: int) -> Array:
-    """`[B, T, ...]` as `[B, blocks, size, ...]`, filled up with zeros."""
-    blocks = -(-x.shape[1] // size)
-    widths = [(0, 0), (0, blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, widths).reshape(len(x), blocks, size, *x.shape[2:])
