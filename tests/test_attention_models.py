@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TINY
+from jax.sharding import AxisType
+from tiny import TINY, drawn
 from trees import bits, named
 
 from transformer_jax.attention import ATTENTION, parse_layers
@@ -18,10 +19,11 @@ from transformer_jax.data import Bucket
 from transformer_jax.models import build_model
 from transformer_jax.objectives import training_loss
 from transformer_jax.optimizers import make_optimizer
-from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from transformer_jax.training import (
     TrainState,
     abstract_state,
+    abstract_variables,
     compile_train_steps,
     init_state,
     make_train_step,
@@ -102,7 +104,7 @@ def build(name):
     shapes = nn.unbox(jax.eval_shape(init, SOURCE, LENGTHS, TARGET))
     draw = np.random.default_rng(1)
 
-    def drawn(path, leaf):
+    def value(path, leaf):
         if path[-1].key == "age":
             return jnp.zeros(leaf.shape, leaf.dtype)
         values = 0.35 * draw.normal(size=leaf.shape)
@@ -110,8 +112,57 @@ def build(name):
             values /= np.linalg.norm(values, axis=-1, keepdims=True)
         return jnp.asarray(values, leaf.dtype)
 
-    variables = jax.tree_util.tree_map_with_path(drawn, shapes)
+    variables = jax.tree_util.tree_map_with_path(value, shapes)
     return model, variables, jax.jit(model.apply)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variables_are_laid_out_over_any_mesh(name):
+    """Each names its axes, and no two of them are cut by one axis of the mesh."""
+    axes = (AxisType.Auto,) * len(MESH_AXES)
+    mesh = jax.make_mesh((2, 1, 1, 1), MESH_AXES, axis_types=axes)
+    model, variables, _ = build(name)
+    abstract = abstract_variables(model, mesh)
+    assert jax.tree.structure(abstract) == jax.tree.structure(variables)
+    for leaf in jax.tree.leaves(abstract.get(KEPT)):
+        assert leaf.sharding.is_fully_replicated
+
+
+CANVASES = {
+    "linformer(rank=3)": "synthesizer()",
+    "sinkhorn(block_size=2)": "synthesizer(variant=factorized)",
+    "routing(clusters=2)": "routing(clusters=3)",
+}
+
+
+@pytest.mark.parametrize("decoder", CANVASES)
+def test_canvases_are_read_from_both_sides(decoder):
+    """Of another length than the source, whatever stands behind a row's places."""
+    config = dataclasses.replace(
+        CONFIG, decoder_attention=decoder, cross_attention=CANVASES[decoder]
+    )
+    model = build_model(config, "parallel")
+    params = drawn(model, SOURCE, LENGTHS, TARGET)
+    kept = nn.unbox(
+        jax.eval_shape(model.init, jax.random.key(0), SOURCE, LENGTHS, TARGET)
+    ).get(KEPT)
+    kept = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(1), leaf.shape), kept
+    )
+    places = jnp.array([7, 4, 5])
+
+    @jax.jit
+    def predict(canvas):
+        apply = functools.partial(model.apply, variables_of(params, kept))
+        encoded = apply(SOURCE, LENGTHS, method="encode")
+        return apply(encoded, canvas, places, method="predict")
+
+    plain = predict(TARGET)
+    behind = np.arange(T) >= places[:, None]
+    other = predict(jnp.where(behind, 5, TARGET))
+    np.testing.assert_allclose(other[~behind], plain[~behind], rtol=1e-4, atol=1e-5)
+    later = predict(TARGET.at[:, 3].set(TARGET[:, 3] % 8 + 3))
+    assert np.abs(later - plain)[:, 0].max() > 1e-3
 
 
 def test_every_kind_is_in_a_model():
@@ -223,19 +274,19 @@ def test_centroids_move_by_their_members_alone():
             np.testing.assert_allclose(other[path], found[path], atol=1e-6)
 
 
-def state_after(devices, accumulation=1, steps=2):
-    """The state of the model with centroids, on so many devices."""
+def state_after(devices):
+    """The state of the model with centroids after two steps on so many devices."""
     model = build("routing")[0]
     config = TrainConfig(learning_rate=0.01, warmup=1)
     mesh, optimizer = make_mesh(ParallelConfig(data=devices)), make_optimizer(config)
     abstract = abstract_state(model, optimizer, mesh)
     state = init_state(model, optimizer, abstract, 0)
     loss = training_loss(model, Vocabulary, config)
-    step = make_train_step(loss, optimizer, accumulation=accumulation)
+    step = make_train_step(loss, optimizer)
     bucket = Bucket(S, T, 8)
     step = compile_train_steps(step, state, [bucket], mesh)[bucket]
     batch = jax.device_put(batch_of(8), batch_sharding(mesh))
-    for _ in range(steps):
+    for _ in range(2):
         state, _ = step(state, batch)
     return abstract, state
 
@@ -256,3 +307,22 @@ def test_the_kept_is_equal_on_all_devices_and_comes_back_bit_for_bit(tmp_path):
         assert bits(one) == bits(other)
     assert type(restored) is TrainState
     assert restored.variables == variables_of(restored.params, restored.attention)
+
+
+def test_micro_batches_move_what_is_kept_one_after_the_other():
+    """The second one sees the centroids that the first one has left."""
+    model, variables, _ = build("routing")
+    loss = training_loss(model, Vocabulary, TrainConfig())
+    optimizer = make_optimizer(TrainConfig(learning_rate=0.0))
+    params, kept = variables["params"], variables[KEPT]
+    key = jax.random.key(3)
+    state = TrainState(jnp.int32(0), params, optimizer.init(params), key, None, kept)
+    step = jax.jit(make_train_step(loss, optimizer, accumulation=2))
+    batch = batch_of(8)
+    found = named(step(state, batch)[0].attention)
+    keys = jax.random.split(jax.random.fold_in(key, 0), 2)
+    for number in range(2):
+        half = jax.tree.map(lambda x, n=number: x[n::2], batch)
+        kept = jax.jit(loss)(params, kept, half, keys[number], jnp.int32(0))[1][1]
+    for path, leaf in named(kept).items():
+        np.testing.assert_allclose(found[path], leaf, rtol=1e-6, atol=1e-7)

@@ -20,7 +20,7 @@ LEVELS = (
         *("lattice", "ctc", "losses", "decoding"),
     ),
     (
-        *("synthesis", "pieces", "layers", "stacks", "frontends"),
+        *("projections", "synthesis", "pieces", "layers", "stacks", "frontends"),
         *("encoder", "decoder"),
         *("parallel_models", "classifier", "models"),
     ),

@@ -92,8 +92,8 @@ class ModelConfig(_Checked):
         "sinusoidal",
         choices=("sinusoidal", "learned", "one_hot", "rotary", "alibi", "t5", "none"),
     )
-    # Places that learned and one_hot positions have, and kinds of attention that have
-    # an array by place; the others have no end.
+    # Places that learned and one_hot positions have, and kinds of attention that learn
+    # or draw a row per position; the others have no end.
     max_positions: int = _field(512, low=1)
     # Which embedding matrices are one: target input and output, or source as well.
     tied_embeddings: str = _field("target", choices=("none", "target", "all"))

@@ -6,8 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.layers import Dropout, make_projection
+from transformer_jax.layers import Dropout
 from transformer_jax.positions import one_hot, sinusoidal
+from transformer_jax.projections import make_projection
 from transformer_jax.types import EMBED, POSITION, VOCAB
 
 

@@ -1,10 +1,9 @@
-"""Building blocks of the models: projections, norms, feed-forward, attention.
+"""Building blocks of the models: norms, feed-forward, attention.
 
 Dropout is active exactly when a `dropout` key is given to `apply`, so no module carries
 a "training" flag. Every parameter names its logical axes (`types.LOGICAL_AXES`).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +22,9 @@ from transformer_jax.attention.kinds import taken
 from transformer_jax.masks import hashed_dropout, length_mask, or_zero
 from transformer_jax.pieces import Pieces
 from transformer_jax.positions import rotary
+from transformer_jax.projections import make_projection
 from transformer_jax.types import EMBED, HEAD, HEADS, MLP, PyTree
 
-_kernel_init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
 
@@ -49,50 +48,6 @@ def make_norm(kind: str, dtype: Any) -> nn.Module:
         return nn.RMSNorm(dtype=dtype, scale_init=scale)
     bias = nn.with_logical_partitioning(nn.initializers.zeros_init(), (EMBED,))
     return nn.LayerNorm(dtype=dtype, scale_init=scale, bias_init=bias)
-
-
-def make_projection(
-    features: int | tuple[int, ...],
-    axes: tuple[str, ...],
-    *,
-    contract: int = 1,
-    use_bias: bool = True,
-    dtype: Any = None,
-) -> nn.Module:
-    """Return a linear map of the last `contract` axes to `features`.
-
-    `axes` names the logical axes of its kernel: inputs, then outputs.
-    """
-    return nn.DenseGeneral(
-        features,
-        axis=tuple(range(-contract, 0)),
-        use_bias=use_bias,
-        dtype=dtype,
-        dot_general=_flat_dot_general,
-        kernel_init=nn.with_logical_partitioning(_kernel_init, axes),
-        bias_init=nn.with_logical_partitioning(
-            nn.initializers.zeros_init(), axes[contract:]
-        ),
-    )
-
-
-def _flat_dot_general(
-    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any
-) -> jax.Array:
-    """The product of DenseGeneral on matrices: `[B, T, ...]` as `[B T, ...]`.
-
-    With two axes of rows XLA's CPU compiler transposes what comes back before it
-    multiplies, and takes its slower product for it.
-    """
-    contract = len(dimension_numbers[0][0])
-    rows, columns = x.shape[:-contract], kernel.shape[contract:]
-    product = jax.lax.dot_general(
-        x.reshape(math.prod(rows), -1),
-        kernel.reshape(-1, math.prod(columns)),
-        (((1,), (0,)), ((), ())),
-        **options,
-    )
-    return product.reshape(*rows, *columns)
 
 
 class FeedForward(nn.Module):
@@ -129,8 +84,8 @@ class MultiHeadAttention(nn.Module):
     amplified by Adam. With `rotary`, queries and keys are rotated by their positions
     (`positions.rotary`), so keys enter a cache rotated. The first `extra` places are
     tokens outside of the sequence (`attend_with_extra`), of calls alone: there is no
-    such cache. `places` are those of the longest sequence, for kernels whose arrays
-    have so many.
+    such cache. `places` are those of the longest sequence, for kernels with a row
+    per position.
     """
 
     width: int
@@ -197,13 +152,15 @@ class MultiHeadAttention(nn.Module):
         pieces = self.pieces(
             x,
             options.get("key_value_seq_lengths"),
+            keys=projected["value"].shape[1],
             causal=options.get("is_causal", False),
             projection=projections.get(kind.options.get("rank")),
         )
-        options = _said(row, options, pattern=kind.pattern)
+        options = _given_options(row, options, pattern=kind.pattern)
         settings = taken(row.kernel, {**kind.options, **pieces})
         arrays = self._arranged(x, projected)
         if self.extra:
+            # Kinds that can do this, those with a residual, take no pieces.
             causal = kind.pattern is not None and kind.pattern.is_causal
             causal = causal or options.get("is_causal", False)
             return self.out(
@@ -229,7 +186,7 @@ class MultiHeadAttention(nn.Module):
         """
         row, positions = self.attention.row, cache.position[:, None]
         arrays = self._arranged(x, self.project(x, positions), positions)
-        options = _said(row, options)
+        options = _given_options(row, options)
         attended, cache = row.step(*arrays, cache, **self.pieces(), **options)
         return self.out(attended), cache
 
@@ -298,12 +255,12 @@ def empty_cache(
     return make(batch, max_length, **taken(make, settings))
 
 
-def _said(
+def _given_options(
     row: AttentionKind, options: Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Options that say anything; a kernel refuses those that it does not know.
+    """Drop options that are None or False: a kernel refuses what it does not know.
 
-    The length of the queries is dropped where it changes nothing that counts.
+    So is the length of the queries where it changes nothing that counts.
     """
     said = {
         name: value

@@ -15,9 +15,9 @@ from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.decoder import Decoder
 from transformer_jax.encoder import Encoder
 from transformer_jax.frontends import TokenFrontend
-from transformer_jax.layers import make_projection
 from transformer_jax.parallel_models import ParallelSeq2Seq
 from transformer_jax.patterns.base import check_head_count
+from transformer_jax.projections import make_projection
 from transformer_jax.types import EMBED, VOCAB, PyTree
 
 
@@ -141,7 +141,8 @@ def build_model(
             of `CANVASES`.
 
     Raises:
-        ConfigError: a vocabulary size is unknown, or two sizes differ that must not.
+        ConfigError: a vocabulary size is unknown, two sizes differ that must not, or a
+            text of attention does not fit (`read_attention`).
     """
     _check_vocabularies(config)
     canvas = CANVASES.get(objective)
@@ -184,7 +185,7 @@ def build_model(
 
 
 def init_variables(model: nn.Module, key: jax.Array) -> PyTree:
-    """Return the first variables of a model of `build_model`, boxed."""
+    """Return the initial variables of a model of `build_model`, boxed."""
     tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
     inputs = () if isinstance(model, Classifier) else (tokens,)
     return model.init(key, tokens, lengths, *inputs)

@@ -40,6 +40,7 @@ class Pieces(nn.Module):
         x: jax.Array | None = None,
         lengths: jax.Array | None = None,
         *,
+        keys: int = 0,
         causal: bool = False,
         projection: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
@@ -47,7 +48,8 @@ class Pieces(nn.Module):
 
         Args:
             x: `[B, T, D]`, what queries are made of, where something is computed of it.
-            lengths: int32 `[B]`, of the rows of `x`.
+            lengths: int32 `[B]`, of the keys.
+            keys: how many there are.
             causal: place t must not depend on places after it.
             projection: `[places, rank]`, the one of all layers.
         """
@@ -55,9 +57,9 @@ class Pieces(nn.Module):
         for piece in self.attention.row.pieces:
             made = self.made.get(piece.name)
             if made is None:
-                made = found["key_projection"] if found else projection
+                made = found[piece.like] if piece.like else projection
             elif piece.origin == "computed":
-                made = made(x, lengths, causal)
+                made = made(x, keys, lengths, causal)
             elif piece.origin != "trained":
                 made = made.value
             found[piece.name] = made
@@ -84,7 +86,7 @@ class Pieces(nn.Module):
     def _given(self, piece: Piece) -> bool:
         """Tell whether a piece is another one: that of keys, or of all layers."""
         share = self.attention.options.get("share")
-        return share == "layer" or (share == "kv" and piece.name == "value_projection")
+        return share == "layer" or (share == "kv" and bool(piece.like))
 
     def _made(self, piece: Piece) -> Any:
         shape = piece.shape(self.sizes)

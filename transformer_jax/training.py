@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from transformer_jax.data import Bucket
 from transformer_jax.models import init_variables
-from transformer_jax.objectives import Loss
+from transformer_jax.objectives import TrainingLoss, ValidationLoss
 from transformer_jax.sharding import batch_sharding, param_shardings, replicated
 from transformer_jax.types import KEPT, Batch, PyTree, variables_of
 
@@ -27,8 +27,8 @@ class TrainState(NamedTuple):
         opt_state: the optimiser's state.
         key: the run's PRNG key; step t draws from fold_in(key, t).
         ema: moving average of the parameters, or None.
-        attention: what the model keeps besides its parameters, equal on all devices;
-            None if that is nothing.
+        attention: the collection KEPT, by its name, as checkpoints have it; equal on
+            all devices, None if the model has none.
     """
 
     step: jax.Array
@@ -107,8 +107,8 @@ def init_state(
         model: from `build_model`.
         optimizer: makes its state for the parameters.
         abstract: from `abstract_state`.
-        seed: of the run's key, and of the first variables.
-        variables: the first ones; None means drawn.
+        seed: of the run's key, and of the initial variables.
+        variables: the initial ones; None means drawn.
     """
 
     def init(variables: PyTree | None) -> TrainState:
@@ -125,7 +125,7 @@ def init_state(
 
 
 def make_train_step(
-    loss: Loss,
+    loss: TrainingLoss,
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int = 1,
@@ -215,7 +215,7 @@ def compile_train_steps(
 
 
 def compile_losses(
-    loss: Loss, variables: PyTree, buckets: Iterable[Bucket], mesh: Mesh
+    loss: ValidationLoss, variables: PyTree, buckets: Iterable[Bucket], mesh: Mesh
 ) -> dict[Bucket, Callable]:
     """Compile a loss `(variables, batch) -> sums` once a bucket."""
     jitted = jax.jit(loss, out_shardings=replicated(mesh))

@@ -30,8 +30,8 @@ RANK = "rank"
 BATCH_MESH_AXES = ("data", "fsdp")
 HEADS_MESH_AXES = ("model",)
 LOGICAL_AXES = (BATCH, LENGTH, POSITION, EMBED, HEADS, HEAD, MLP, VOCAB, LAYERS, RANK)
-# The Flax collection of what attention keeps that no gradient changes: arrays drawn at
-# random and such as follow the data, equal on all devices.
+# The Flax collection of what attention keeps (non-trainable variables): arrays drawn at
+# random and centroids that follow the data, equal on all devices.
 KEPT = "attention"
 
 

@@ -47,6 +47,9 @@ class Piece(NamedTuple):
             layer's inputs.
         axes: logical names of the last axes of a trained piece; one before them is
             HEADS.
+        by_place: of which places it has a row or a column each: "keys", "both" or, for
+            any length, "".
+        like: the piece that stands for it where keys and values share one.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Piece(NamedTuple):
     draw: Callable[..., Any] | None
     origin: str
     axes: tuple[str, ...] = ()
+    by_place: str = ""
+    like: str = ""
 
 
 class Option(NamedTuple):

@@ -139,9 +139,18 @@ ATTENTION: dict[str, AttentionKind] = {
         capabilities=frozenset({"cross", "gqa", "memory", "padding"}),
         pieces=tuple(
             Piece(
-                name, _projection_shape, _draw_projection, "trained", (POSITION, RANK)
+                name,
+                _projection_shape,
+                _draw_projection,
+                "trained",
+                (POSITION, RANK),
+                by_place="keys",
+                like=like,
             )
-            for name in ("key_projection", "value_projection")
+            for name, like in (
+                ("key_projection", ""),
+                ("value_projection", "key_projection"),
+            )
         ),
         init_cache=None,
         step=None,
@@ -241,7 +250,9 @@ ATTENTION: dict[str, AttentionKind] = {
     "sinkhorn": AttentionKind(
         kernel=sinkhorn.sinkhorn_attention,
         capabilities=frozenset({"causal", "gqa", "padding"}),
-        pieces=(Piece("sort_logits", _blocks_shape, None, "computed"),),
+        pieces=(
+            Piece("sort_logits", _blocks_shape, None, "computed", by_place="both"),
+        ),
         init_cache=None,
         step=None,
         fill=None,
@@ -265,6 +276,7 @@ ATTENTION: dict[str, AttentionKind] = {
                 lambda sizes: (sizes.heads, sizes.places, sizes.places),
                 None,
                 "computed",
+                by_place="both",
             ),
         ),
         init_cache=None,

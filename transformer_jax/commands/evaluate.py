@@ -6,7 +6,7 @@
 Prints one JSON line: wer and per in percent, over every example of the split once, or
 accuracy of a classifier, beside the share of the commonest class; an output is right if
 it equals any of the example's references. Seconds and tokens per second are those of
-decoding, without compilations, and count what is written; END is a token.
+decoding, without compilations; END is a token.
 """
 
 import sys
@@ -61,7 +61,8 @@ def run(values: flags.FlagValues) -> dict[str, Any]:
         outputs += trained.decode([example.source for example in part], first=start)
         print(f"decoded {len(outputs)} of {len(examples)}", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - began - compiled.compile_seconds
-    symbols = sum(len(output.text.split()) + 1 for output in outputs)
+    ends = opened.config.train.objective != "classification"
+    symbols = sum(len(output.text.split()) + ends for output in outputs)
     if values.samples:
         _show(examples, outputs, values.samples)
     return {

@@ -45,7 +45,8 @@ def expressions(low: int, high: int, seed: int = 0) -> Iterator[tuple[str, int]]
 
     Args:
         low, high: bounds of the length, excluded.
-        seed: of the draws; Python keeps its sequence from version to version.
+        seed: of the draws, all by `random.Random.random`, the only one whose sequence
+            Python promises to keep.
     """
     draw, seen = random.Random(seed), set()
     while True:
@@ -66,12 +67,12 @@ def _grow(draw: random.Random, depth: int, symbols: list[str], high: int) -> int
     if len(symbols) >= high - 1:
         raise _TooLong
     if depth == DEPTH or draw.random() < DIGIT_PROBABILITY:
-        digit = draw.randrange(DIGITS)
+        digit = int(draw.random() * DIGITS)
         symbols.append(str(digit))
         return digit
-    operator = draw.choice([*OPERATORS])
+    operator = [*OPERATORS][int(draw.random() * len(OPERATORS))]
     symbols.append(f"[{operator}")
-    count = draw.randint(2, MOST_ARGUMENTS)
+    count = 2 + int(draw.random() * (MOST_ARGUMENTS - 1))
     values = [_grow(draw, depth + 1, symbols, high) for _ in range(count)]
     symbols.append("]")
     if len(symbols) >= high:

@@ -25,7 +25,7 @@ class DataSet(NamedTuple):
     """A data set.
 
     Attributes:
-        builder: its class, which yields keys that rise.
+        builder: its class, which yields ascending integer keys.
         title: its name for people.
         config: which of the builder's configurations, if it has any.
     """
@@ -60,7 +60,11 @@ class DataSet(NamedTuple):
                 raise self._damaged(directory, error) from error
 
     def opened(self, directory: str) -> Builder:
-        """Return the builder, which has read what is on disk."""
+        """Return the builder, which has read what is on disk.
+
+        Raises:
+            ConfigError: that is damaged.
+        """
         try:
             return self.builder(
                 data_dir=directory, config=self.config, file_format="array_record"
@@ -69,7 +73,11 @@ class DataSet(NamedTuple):
             raise self._damaged(directory, error) from error
 
     def prepare(self, builder: Builder, directory: str) -> Builder:
-        """Write the data set, and return the builder of what is then on disk."""
+        """Write the data set, and return the builder of what is then on disk.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
         print(f"preparing {self.title} in {directory}", file=sys.stderr, flush=True)
         tfds.disable_progress_bar()
         try:
@@ -88,7 +96,7 @@ class DataSet(NamedTuple):
 
     def _damaged(self, directory: str, error: Exception) -> ConfigError:
         """Return the error to raise for files that cannot be read."""
-        path = pathlib.Path(directory, self.builder.name)
+        path = pathlib.Path(directory, self.builder.name, self.config or "")
         return ConfigError(
             f"the data set in {path} is damaged ({one_line(error)}): delete it"
         )

@@ -6,8 +6,9 @@
 from transformer_jax.objectives.autoregressive import teacher_forcing
 from transformer_jax.objectives.table import (
     OBJECTIVES,
-    Loss,
     Objective,
+    TrainingLoss,
+    ValidationLoss,
     training_loss,
     validation_loss,
 )
@@ -21,8 +22,9 @@ from transformer_jax.objectives.validation import (
 __all__ = [
     "OBJECTIVES",
     "OPTIONS",
-    "Loss",
     "Objective",
+    "TrainingLoss",
+    "ValidationLoss",
     "check_nbest",
     "resolved",
     "teacher_forcing",

@@ -11,12 +11,9 @@ from transformer_jax.config import Config, ConfigError
 from transformer_jax.models import CANVASES, read_attention
 from transformer_jax.patterns import Pattern, causal, full
 
-# Pieces that have a row or a column for every place.
-_BY_PLACE = ("key_projection", "value_projection", "sort_logits", "logits")
-
 
 def longest_of(config: Config) -> tuple[int, int]:
-    """The longest source and the longest target that a decoder sees."""
+    """Return the longest source and the longest target that a decoder sees."""
     longest = config.data.bucket_lengths[-1]
     source = max(longest, config.decode.max_source_length)
     target = max(longest, config.decode.max_length)
@@ -46,9 +43,8 @@ def check_attention(config: Config, source: int, target: int) -> None:
         sides["cross_attention"] = (target, source)
     for field, places in sides.items():
         for kind in read_attention(config.model, field):
-            for need, why in _needs(config, field).items():
-                _require(kind, field, need, why)
-            _check_places(kind, field, config.model.max_positions, max(places))
+            _check_capabilities(kind, field, _needs(config, field))
+            _check_places(kind, field, config.model.max_positions, *places)
             if kind.kind == SOFTMAX:
                 _check_pattern(_edges(kind), field, config, *places)
 
@@ -84,21 +80,29 @@ def _tells_length(config: Config) -> bool:
     return canvas is not None and canvas.length and config.model.length_from == "token"
 
 
-def _require(kind: Attention, field: str, need: str, why: str) -> None:
-    if need in kind.row.capabilities:
+def _check_capabilities(kind: Attention, field: str, needs: dict[str, str]) -> None:
+    """Refuse a kind that lacks a capability, and name those that have all."""
+    lacking = next((need for need in needs if need not in kind.row.capabilities), None)
+    if lacking is None:
         return
-    able = [name for name, row in ATTENTION.items() if need in row.capabilities]
-    others = ["a pattern" if name == SOFTMAX else name for name in able]
+    able = [
+        "a pattern" if name == SOFTMAX else name
+        for name, row in ATTENTION.items()
+        if needs.keys() <= row.capabilities
+    ]
     raise ConfigError(
-        f"model.{field} {str(kind)!r} cannot do that, but {why} ({need}): use "
-        f"{', '.join(others)}"
+        f"model.{field} {str(kind)!r} lacks {lacking!r}, but {needs[lacking]}: use "
+        f"{' or '.join(able)}"
     )
 
 
-def _check_places(kind: Attention, field: str, places: int, longest: int) -> None:
-    """Refuse sequences longer than what a kind has an array for."""
-    by_place = [piece.name for piece in kind.row.pieces if piece.name in _BY_PLACE]
-    if by_place and longest > places:
+def _check_places(
+    kind: Attention, field: str, places: int, rows: int, columns: int
+) -> None:
+    """Refuse sequences longer than what a kind has a row per position for."""
+    by_place = {piece.by_place for piece in kind.row.pieces}
+    longest = max(rows if "both" in by_place else 0, columns)
+    if by_place - {""} and longest > places:
         raise ConfigError(
             f"model.{field} {str(kind)!r} is for sequences of up to "
             f"model.max_positions={places}, but they go to {longest}: raise "

@@ -69,7 +69,7 @@ def autoregressive(
     if several > 1:
         read = jax.tree.map(lambda leaf: jnp.repeat(leaf, several, axis=0), read)
 
-    # Padding on the right changes no place before it, but would be kept.
+    # Padding on the right changes no place before it, but would move centroids.
     sizes = None if passes.kept is None else (given.weights > 0).sum(1)
 
     def predict(inputs: jax.Array, *, keep: bool = False) -> jax.Array:

@@ -17,15 +17,20 @@ from transformer_jax.objectives.classification import classification
 from transformer_jax.objectives.passes import Passes
 from transformer_jax.types import Batch, PyTree, variables_of
 
-# (..., batch, ...) -> (sum, ...)
-Loss = Callable[..., tuple[jax.Array, Any]]
+Sums = tuple[jax.Array, jax.Array]
+# (passes, batch, vocabulary, *, corrupt, options) -> (sum, weight)
+ObjectiveLoss = Callable[..., Sums]
+# (params, kept, batch, key, step) -> (sum, (weight, kept))
+TrainingLoss = Callable[..., tuple[jax.Array, tuple[jax.Array, PyTree]]]
+# (variables, batch) -> (sum, weight)
+ValidationLoss = Callable[[PyTree, Batch], Sums]
 
 
 class Objective(NamedTuple):
     """A way to train.
 
     Attributes:
-        loss: (passes, batch, vocabulary, *, corrupt, options) -> (sum, weight).
+        loss: what is minimised.
         strategies: those that can decode what it trained; the first by default.
         options: settings of `train` that the loss reads, of those that not all read.
         shape: settings of `model` likewise.
@@ -36,7 +41,7 @@ class Objective(NamedTuple):
         unfit: what is said of those that cannot.
     """
 
-    loss: Loss
+    loss: ObjectiveLoss
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     shape: tuple[str, ...] = ()
@@ -126,11 +131,13 @@ OBJECTIVES = {
 }
 
 
-def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
-    """Return what training minimises, with all that it needs besides.
+def training_loss(
+    model: nn.Module, vocabulary: Any, config: TrainConfig
+) -> TrainingLoss:
+    """Return what training minimises.
 
-    (params, kept, batch, key, step) -> (sum, (weight, kept)), `kept` being what the
-    model keeps besides its parameters, or None.
+    (params, kept, batch, key, step) -> (sum, (weight, kept)), `kept` being the
+    collection KEPT before and after, or None if the model has none.
 
     Args:
         model: from `build_model`.
@@ -148,7 +155,9 @@ def training_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Los
     return loss
 
 
-def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> Loss:
+def validation_loss(
+    model: nn.Module, vocabulary: Any, config: TrainConfig
+) -> ValidationLoss:
     """Return the loss without dropout, smoothing and corruption.
 
     (variables, batch) -> (sum, weight).
@@ -161,7 +170,7 @@ def validation_loss(model: nn.Module, vocabulary: Any, config: TrainConfig) -> L
     return loss
 
 
-def _with_options(config: TrainConfig) -> Loss:
+def _with_options(config: TrainConfig) -> ObjectiveLoss:
     """The loss of the objective that is named, with the settings that it reads."""
     objective = OBJECTIVES[config.objective]
     options = {name: getattr(config, name) for name in objective.options}
