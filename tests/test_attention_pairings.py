@@ -61,7 +61,7 @@ ATTENTION_PAIRINGS = [
     (
         "autoregressive",
         {"cross_attention": "lsh()"},
-        r"'lsh\(\)' lacks 'cross', .*two sequences: use a pattern or linear or favor or",
+        r"'lsh\(\)' lacks 'cross', .*two sequences: use a pattern or linear or favor",
     ),
     (
         "ctc",
