@@ -62,7 +62,7 @@ CASES = {
         "routing(clusters=2)",
         "routing(clusters=3)",
         "linformer(rank=2, share=kv)",
-        {},
+        {"remat": "full"},
     ),
     "synthesizer": (
         "synthesizer(); synthesizer(variant=factorized, rank=2); "

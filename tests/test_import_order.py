@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LEVELS = (
     ("types", "config"),
     (
-        *("masks", "patterns", "positions", "attention"),
+        *("selection", "masks", "patterns", "positions", "attention"),
         *("lattice", "ctc", "losses", "decoding"),
     ),
     (

@@ -20,6 +20,7 @@ from transformer_jax.attention.buckets import (
 )
 from transformer_jax.attention.products import wide_dtype
 from transformer_jax.patterns.ranges import check_integer
+from transformer_jax.selection import largest_places
 
 # Places, queries and keys counted, of a causal cluster's cell.
 CAUSAL_WINDOW = 128
@@ -194,8 +195,7 @@ def _nearest(
     clusters, places = nearness.shape[2:]
     size = -(-places // clusters) if window is None else min(window, places)
     nearness = jnp.where(inside[:, None, None], nearness, -jnp.inf)
-    # Not `top_k`, for which a compiler gathers the rows of all devices.
-    index = jnp.argsort(-nearness, axis=-1, stable=True)[..., :size].astype(jnp.int32)
+    index = largest_places(nearness, size)
     count = inside.sum(1, dtype=jnp.int32)
     room = count if window is not None else -(-count // clusters)
     rank = jnp.arange(size, dtype=jnp.int32)[None]
