@@ -33,7 +33,7 @@ class Table:
     def apply(self, variables, *arguments, method, rngs):
         if method == "encode":
             return jnp.asarray(self.logits)[arguments[0][:, 0]]
-        memory, second, third = arguments
+        memory, second, third, *_ = arguments
         if second.ndim == 2:  # The inputs of a canvas, then their lengths.
             return memory[:, : second.shape[1]]
         return jnp.take_along_axis(memory, third[..., None], axis=1)
